@@ -1,0 +1,1 @@
+"""The ground: runtime, communication, boxes, randomness, algorithms. What every strategy stands on."""

@@ -1,0 +1,1 @@
+"""The collectives written out, from send and receive alone."""

@@ -1,0 +1,165 @@
+"""Start and end a rank: its place in the job, its device, its backend, its time-out.
+
+A rank is one process. Where it stands in the job comes from the variables that torchrun sets; without them it is a world of one.
+The only file of the project that reads the environment. PyTorch's counterpart: init_process_group, the elastic agent's environment.
+
+What a failing rank does is decided here as well: it prints its own traceback at once and leaves hard, so that the traceback stands before
+the "connection closed" of its peers, and no peer waits longer than it takes to notice. A rank that hangs is cut by `timeout`, which every
+sub-group is given too.
+"""
+
+import contextlib
+import multiprocessing
+import multiprocessing.connection
+import os
+import socket
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import NoReturn
+
+import torch
+import torch.distributed as dist
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where this process stands in the job, known before anything is started."""
+
+    rank: int
+    size: int  # ranks in the job
+    local_rank: int  # this rank's number on its machine: the index of its device
+    local_size: int  # ranks on this machine
+
+
+def place() -> Place:
+    """This process's place, from the variables that torchrun sets; a world of one without any of them.
+
+    Raises ValueError naming the variables that are missing when only some are set.
+    """
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    missing = [name for name in names if name not in os.environ]
+    if len(missing) == len(names):
+        return Place(rank=0, size=1, local_rank=0, local_size=1)
+    if missing:
+        raise ValueError(f"{', '.join(missing)} not set although other variables of a launcher are; use torchrun, or unset all of {names}")
+    size = int(os.environ["WORLD_SIZE"])
+    return Place(int(os.environ["RANK"]), size, int(os.environ["LOCAL_RANK"]), int(os.environ.get("LOCAL_WORLD_SIZE", size)))
+
+
+@dataclass
+class Runtime:
+    """A started rank. `world` is the group of all ranks; `new_group` makes the others."""
+
+    rank: int
+    size: int
+    device: torch.device
+    backend: str
+    timeout: timedelta
+    world: dist.ProcessGroup
+    groups: dict[tuple[int, ...], dist.ProcessGroup] = field(default_factory=dict)
+
+    def new_group(self, ranks: Sequence[int]) -> dist.ProcessGroup | None:
+        """The group of these global ranks, in ascending order; None on a rank that is no member.
+
+        Collective over the world: every rank calls it, members or not, all in the same order. The same ranks give the same group again.
+        """
+        members = tuple(ranks)
+        if members != tuple(sorted(set(members))):
+            raise ValueError(f"group ranks {members} must be in ascending order and distinct")
+        if members not in self.groups:
+            whole = members == tuple(range(self.size))
+            self.groups[members] = self.world if whole else dist.new_group(members, timeout=self.timeout, backend=self.backend)
+        return self.groups[members] if self.rank in members else None
+
+
+@contextlib.contextmanager
+def start(*, timeout: float = 600.0, device: str | None = None, backend: str | None = None) -> Iterator[Runtime]:
+    """Join the job that `place()` tells of, and leave it together with all others.
+
+    timeout: seconds after which a rank that waits for another gives up. device: default this rank's own GPU, the CPU where there is none.
+    backend: default NCCL for a GPU, gloo for the CPU. A failure inside the block prints this rank's traceback and ends the process with 1;
+    so does sys.exit, also with 0: a rank that leaves alone is a failure. (In a world of one the exception simply goes on.)
+    """
+    here = place()
+    where = torch.device(device) if device else _own_device(here)
+    backend = backend or ("nccl" if where.type == "cuda" else "gloo")
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // here.local_size))
+    if where.type == "cuda":
+        torch.cuda.set_device(where)
+    patience = timedelta(seconds=timeout)
+    alone = {"store": dist.HashStore(), "rank": 0, "world_size": 1} if here.size == 1 else {}
+    eager = {"device_id": where} if backend == "nccl" else {}
+    dist.init_process_group(backend, timeout=patience, **alone, **eager)
+    assert dist.group.WORLD is not None
+    try:
+        yield Runtime(here.rank, here.size, where, backend, patience, dist.group.WORLD)
+        dist.barrier()
+    except BaseException as failure:
+        if here.size > 1:
+            _leave(here.rank, failure)
+        dist.destroy_process_group()
+        raise
+    dist.destroy_process_group()
+
+
+def _own_device(here: Place) -> torch.device:
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    if here.local_rank >= torch.cuda.device_count():
+        raise ValueError(f"local rank {here.local_rank} has no GPU: this machine has {torch.cuda.device_count()}; start at most as many ranks")
+    return torch.device("cuda", here.local_rank)
+
+
+def _leave(rank: int, failure: BaseException) -> NoReturn:
+    """Say why this rank fails, then end the process without waiting for any peer: destroying a group may hang in one that waits for us."""
+    if isinstance(failure, SystemExit):
+        print(f"rank {rank} left the job alone: sys.exit({failure.code})", file=sys.stderr)
+    elif not isinstance(failure, KeyboardInterrupt):
+        print(f"rank {rank} failed:\n{traceback.format_exc()}", file=sys.stderr, end="")
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)
+
+
+def launch(main: Callable[[], object], ranks: int) -> int:
+    """Run `main` in this many new local processes, with torchrun's variables set, and wait; the exit status: 0 when all ended with 0.
+
+    The first rank that fails takes the others with it. They are forked, so torch is imported once; do not call it after CUDA is in use.
+    """
+    alive_reader, alive_writer = os.pipe()  # only this process keeps the writing end: its end of file tells the ranks that we are gone
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port = probe.getsockname()[1]
+    shared = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "localhost", "MASTER_PORT": port}
+
+    def rank_main(rank: int) -> None:
+        os.close(alive_writer)
+        threading.Thread(target=lambda: (os.read(alive_reader, 1), os._exit(1)), daemon=True).start()
+        os.environ.update({name: str(value) for name, value in {**shared, "RANK": rank, "LOCAL_RANK": rank}.items()})
+        main()
+
+    context = multiprocessing.get_context("fork")
+    processes = [context.Process(target=rank_main, args=(rank,)) for rank in range(ranks)]
+    try:
+        for process in processes:
+            process.start()
+        running = set(processes)
+        while running and all(process.exitcode in (None, 0) for process in processes):
+            multiprocessing.connection.wait([process.sentinel for process in running])
+            running = {process for process in running if process.exitcode is None}
+        failed = [(rank, process.exitcode) for rank, process in enumerate(processes) if process.exitcode]
+        for rank, code in failed:
+            if code < 0:
+                print(f"rank {rank} was killed by signal {-code}", file=sys.stderr)
+        return 1 if failed else 0
+    finally:
+        for process in processes:
+            if process.pid is not None and process.is_alive():
+                process.kill()
+                process.join()
+        os.close(alive_writer)
+        os.close(alive_reader)

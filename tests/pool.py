@@ -1,0 +1,197 @@
+"""Worker ranks that stay alive for a whole test session, so that a distributed test costs milliseconds instead of a start of torch.
+
+`Pool().run(4, job, x)` calls `job(runtime, x)` on 4 ranks, each a process with one thread, and returns the four results by rank. For each
+world size there is one set of workers with a process group of exactly that size; it starts at the first use and is kept, with its groups.
+
+A job that fails spoils its set, because the other ranks may wait in a collective forever: the set is killed and a new one starts when it is
+next asked for. The error shown is the first one, that of the rank that failed, not the "connection closed" of its peers.
+
+The workers are forked from a server process that has imported torch once. Jobs, arguments and results travel by one pipe a worker.
+"""
+
+import contextlib
+import faulthandler
+import multiprocessing
+import os
+import pickle
+import queue
+import signal
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from collectives.runtime import Runtime
+
+MAX_RANKS = 8
+START_SECONDS = 60.0  # for a set to start and connect; the first of all imports torch
+GROUP_SECONDS = 60.0  # a rank waits so long for another; longer than a job may take, so that the pool is the one that notices a hang
+LINGER_SECONDS = 0.1  # after a failure, for the death that may have caused it
+STACK_SECONDS = 0.5  # for a rank that hangs to write its stack
+
+
+class RankFailed(RuntimeError):
+    """A rank raised, or its process ended. The message holds its own traceback, or how it ended."""
+
+
+class RankHung(RuntimeError):
+    """The job did not end in time. The message holds the stack of each rank that had not answered."""
+
+
+class Pool:
+    """Sets of worker ranks, one for each world size that was asked for."""
+
+    def __init__(self) -> None:
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(["torch", "numpy", "einops", "pytest", "collectives.runtime"])
+        self._folder = tempfile.TemporaryDirectory(prefix="pool-")
+        self._sets: dict[int, WorkerSet] = {}
+
+    def run(self, ranks: int, job: Callable[..., Any], *args: Any, timeout: float = 30.0) -> list[Any]:
+        """What `job(runtime, *args)` returned on each of this many ranks, by rank; every rank gets a copy of the same arguments.
+
+        job: a function of a module, found again by its name in the workers. A tensor comes back by value, with its whole storage: clone a
+        small view. timeout: seconds; the start of a new set does not count. Raises RankFailed for the rank that failed first, RankHung.
+        """
+        if not 1 <= ranks <= MAX_RANKS:
+            raise ValueError(f"a pool has 1 to {MAX_RANKS} ranks, not {ranks}")
+        message = pickle.dumps((job, args))
+        if ranks not in self._sets:
+            self._sets[ranks] = WorkerSet(self._context, ranks, Path(tempfile.mkdtemp(dir=self._folder.name)))
+            self.run(ranks, _do_nothing, timeout=START_SECONDS)
+        try:
+            return self._sets[ranks].run(message, timeout)
+        except BaseException:
+            self._sets.pop(ranks).kill()
+            raise
+
+    def close(self) -> None:
+        """Kill all workers. Without it they end when this process ends, however it ends."""
+        while self._sets:
+            self._sets.popitem()[1].kill()
+        self._folder.cleanup()
+
+
+def _do_nothing(runtime: Runtime) -> None:
+    """A worker takes its first job when it has joined the group: once all have done this one, the set has started."""
+
+
+class WorkerSet:
+    """The workers of one world size, seen from the test session: process and pipe number r are those of rank r."""
+
+    def __init__(self, context: Any, size: int, folder: Path) -> None:
+        self.folder = folder
+        self.pipes: list[Connection] = []
+        self.processes = []
+        for rank in range(size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_work, args=(theirs, rank, size, folder), name=f"rank {rank}", daemon=True)
+            process.start()
+            theirs.close()  # the worker has the only other copy, so its death is the end of our pipe
+            self.pipes.append(ours)
+            self.processes.append(process)
+
+    def run(self, message: bytes, timeout: float) -> list[Any]:
+        """Each rank's result of this pickled (job, args). After an exception the set is unusable: ranks may still be in the job."""
+        deadline = time.monotonic() + timeout
+        for pipe in self.pipes:
+            with contextlib.suppress(OSError):  # this rank is dead, which the end of its pipe tells below
+                pipe.send_bytes(message)
+        silent = {pipe: rank for rank, pipe in enumerate(self.pipes)}
+        results, raised, died = {}, [], []
+        while silent:
+            # A rank that dies makes its peers raise "connection closed", and they may report it before its own pipe has ended.
+            ready = wait(list(silent), LINGER_SECONDS if raised or died else deadline - time.monotonic())
+            if not ready:
+                break
+            for pipe in ready:
+                rank = silent.pop(pipe)
+                try:
+                    fine, value = pickle.loads(pipe.recv_bytes())
+                except (EOFError, ConnectionResetError):
+                    died.append(f"rank {rank} failed: {self._end(rank)} in the middle of a job")
+                    continue
+                if fine:
+                    results[rank] = value
+                else:
+                    raised.append(f"rank {rank} failed:\n{value}")
+        if died or raised:
+            raise RankFailed((died + raised)[0])
+        if silent:
+            raise RankHung(self._hang(silent.values(), timeout))
+        return [results[rank] for rank in range(len(self.pipes))]
+
+    def kill(self) -> None:
+        """End every worker, wherever it is, and wait until it is gone."""
+        for process in self.processes:
+            process.kill()
+        for process, pipe in zip(self.processes, self.pipes, strict=True):
+            process.join()
+            process.close()
+            pipe.close()
+
+    def _end(self, rank: int) -> str:
+        process = self.processes[rank]
+        process.join()
+        if process.exitcode < 0:
+            return f"its process was killed by {signal.Signals(-process.exitcode).name}"
+        return f"its process exited with status {process.exitcode}"
+
+    def _hang(self, ranks: Iterable[int], timeout: float) -> str:
+        """Which ranks hang, and where: each is asked for its Python stack, which it writes even while it waits in gloo."""
+        hanging = sorted(ranks)
+        for rank in hanging:
+            os.kill(self.processes[rank].pid, signal.SIGUSR1)
+        time.sleep(STACK_SECONDS)
+        lines = [f"after {timeout:g} s, of {len(self.pipes)} ranks these hang: {', '.join(map(str, hanging))}"]
+        for rank in hanging:
+            stack = _stack_file(self.folder, rank).read_text()
+            lines += [f"rank {rank} hangs:", stack or "  no stack: it takes no signal, as when it was stopped\n"]
+        return "\n".join(lines)
+
+
+def _stack_file(folder: Path, rank: int) -> Path:
+    return folder / f"stack-{rank}"
+
+
+def _work(pipe: Connection, rank: int, size: int, folder: Path) -> None:
+    """The life of a worker: join the group of its set, then answer one job after the other."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to all processes of a terminal; the session decides what it means
+    stack = _stack_file(folder, rank).open("w")
+    faulthandler.register(signal.SIGUSR1, file=stack, all_threads=False)
+    jobs: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+    threading.Thread(target=_listen, args=(pipe, jobs), daemon=True).start()
+    torch.set_num_threads(1)
+    patience = timedelta(seconds=GROUP_SECONDS)
+    store = dist.FileStore(str(folder / "store"), size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=patience)
+    assert dist.group.WORLD is not None
+    runtime = Runtime(rank, size, torch.device("cpu"), "gloo", patience, dist.group.WORLD)
+    while True:
+        pipe.send_bytes(_answer(runtime, jobs.get()))
+
+
+def _listen(pipe: Connection, jobs: "queue.SimpleQueue[bytes]") -> None:
+    """Hand on what comes; a thread of its own, so that the end of the session is noticed while the main thread waits in a collective."""
+    while True:
+        try:
+            jobs.put(pipe.recv_bytes())
+        except (EOFError, OSError):
+            os._exit(1)
+
+
+def _answer(runtime: Runtime, message: bytes) -> bytes:
+    """(True, result) or (False, traceback), pickled by plain pickle: a pipe's own `send` would share a tensor's memory, not copy it."""
+    try:
+        job, args = pickle.loads(message)
+        return pickle.dumps((True, job(runtime, *args)))
+    except BaseException:  # SystemExit too: a rank that leaves alone has failed
+        return pickle.dumps((False, traceback.format_exc()))
