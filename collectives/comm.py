@@ -1,18 +1,19 @@
 """The collectives, under torch.distributed's own names: each line a strategy calls is the line of the lecture.
 
-With p2p.py the only file that calls torch.distributed's operations, and so the one place for what they all need: dense memory (gloo
-silently works on the wrong elements of a strided tensor), the names that differ between torch releases, ranks counted in the group, and
-the choice of the algorithm, which is a rule and not a measured table:
+With p2p.py the only file that calls torch.distributed's operations, and so the one place for what they all need: dense
+memory (gloo silently works on the wrong elements of a strided tensor), the names that differ between torch releases,
+ranks counted in the group, and the choice of the algorithm, which is a rule and not a measured table:
 
-- gloo: reduce_scatter, and all_gather from 1 MB, are our direct exchange; all else is the backend's. (gloo's reduce_scatter is an
-  all-reduce inside: it sends twice the bytes, and adds in an order that depends on the position in the buffer.)
+- gloo: reduce_scatter, and all_gather from 1 MB, are our direct exchange; all else is the backend's. (gloo's
+  reduce_scatter is an all-reduce inside: it sends twice the bytes, and adds in an order that depends on the position in
+  the buffer.)
 - NCCL: the backend's.
-- `ordered=True` (all_reduce, reduce_scatter) adds in rank order 0, 1, 2 … for every element, on any backend, so that no bit depends on
-  how tensors are packed into buffers. Of two ranks any sum is ordered.
+- `ordered=True` (all_reduce, reduce_scatter) adds in rank order 0, 1, 2 … for every element, on any backend, so that no
+  bit depends on how tensors are packed into buffers. Of two ranks any sum is ordered.
 
-A synchronous call returns None; async_op=True returns a handle with `wait()`, which keeps the buffers alive. Any all-reduce leaves the same
-bits on all ranks. Bytes that a rank sends, for n bytes on P ranks: all_reduce 2n(P-1)/P, reduce_scatter and all_gather n(P-1)/P of the
-whole, all_to_all n(P-1)/P, broadcast n down a tree.
+A synchronous call returns None; async_op=True returns a handle with `wait()`, which keeps the buffers alive. Any
+all-reduce leaves the same bits on all ranks. Bytes that a rank sends, for n bytes on P ranks: all_reduce 2n(P-1)/P,
+reduce_scatter and all_gather n(P-1)/P of the whole, all_to_all n(P-1)/P, broadcast n down a tree.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,12 +26,22 @@ from torch import Tensor
 from collectives.algorithms import direct
 from collectives.p2p import Handle
 
-SUM, AVG, MIN, MAX, PRODUCT = dist.ReduceOp.SUM, dist.ReduceOp.AVG, dist.ReduceOp.MIN, dist.ReduceOp.MAX, dist.ReduceOp.PRODUCT
+SUM, AVG, MIN, MAX, PRODUCT = (
+    dist.ReduceOp.SUM,
+    dist.ReduceOp.AVG,
+    dist.ReduceOp.MIN,
+    dist.ReduceOp.MAX,
+    dist.ReduceOp.PRODUCT,
+)
 _LARGE = 1 << 20  # bytes of a whole gathered tensor from which our all-gather is faster than gloo's
 
 
-def all_reduce(tensor: Tensor, op: Any = SUM, *, group: dist.ProcessGroup, async_op: bool = False, ordered: bool = False) -> Handle | None:
-    """Before: every rank holds a tensor of the same shape. After: every rank holds their elementwise `op`, in place, the same bits."""
+def all_reduce(
+    tensor: Tensor, op: Any = SUM, *, group: dist.ProcessGroup, async_op: bool = False, ordered: bool = False
+) -> Handle | None:
+    """Before: every rank holds a tensor of the same shape. After: every rank holds their elementwise `op`, in place,
+    the same bits.
+    """
     _check_mean(tensor, op)
     if ordered and dist.get_world_size(group) > 2:
         return _in_place(tensor, lambda dense: direct.all_reduce(dense, op, group=group), async_op)
@@ -38,17 +49,29 @@ def all_reduce(tensor: Tensor, op: Any = SUM, *, group: dist.ProcessGroup, async
 
 
 def reduce_scatter_single(
-    output: Tensor, input: Tensor, op: Any = SUM, *, group: dist.ProcessGroup, async_op: bool = False, ordered: bool = False
+    output: Tensor,
+    input: Tensor,
+    op: Any = SUM,
+    *,
+    group: dist.ProcessGroup,
+    async_op: bool = False,
+    ordered: bool = False,
 ) -> Handle | None:
-    """Before: every rank holds an input of P equal pieces along dim 0. After: rank r holds the `op` of all pieces r, in `output`."""
+    """Before: every rank holds an input of P equal pieces along dim 0. After: rank r holds the `op` of all pieces r, in
+    `output`.
+    """
     _check_mean(input, op)
     ours = dist.get_backend(group) == "gloo" or (ordered and dist.get_world_size(group) > 2)
     call = direct.reduce_scatter if ours else _backend_reduce_scatter
     return _into(output, input, lambda out, dense: call(out, dense, op, group=group), async_op)
 
 
-def all_gather_single(output: Tensor, input: Tensor, *, group: dist.ProcessGroup, async_op: bool = False) -> Handle | None:
-    """Before: rank r holds piece r. After: every rank holds all pieces along dim 0 of `output`, of which `input` may be its own part."""
+def all_gather_single(
+    output: Tensor, input: Tensor, *, group: dist.ProcessGroup, async_op: bool = False
+) -> Handle | None:
+    """Before: rank r holds piece r. After: every rank holds all pieces along dim 0 of `output`, of which `input` may be
+    its own part.
+    """
     ours = dist.get_backend(group) == "gloo" and output.numel() * output.element_size() >= _LARGE
     call = direct.all_gather if ours else _backend_all_gather
     return _into(output, input, lambda out, dense: call(out, dense, group=group), async_op)
@@ -63,20 +86,33 @@ def all_to_all_single(
     group: dist.ProcessGroup,
     async_op: bool = False,
 ) -> Handle | None:
-    """Before: piece p of a rank's input is meant for rank p. After: piece p of its output came from rank p. Sizes are rows of dim 0."""
+    """Before: piece p of a rank's input is meant for rank p. After: piece p of its output came from rank p. Sizes are
+    rows of dim 0.
+    """
     receive, give = (list(sizes) if sizes is not None else None for sizes in (output_split_sizes, input_split_sizes))
-    return _into(output, input, lambda out, dense: dist.all_to_all_single(out, dense, receive, give, group=group, async_op=True), async_op)
+    return _into(
+        output,
+        input,
+        lambda out, dense: dist.all_to_all_single(out, dense, receive, give, group=group, async_op=True),
+        async_op,
+    )
 
 
 def broadcast(tensor: Tensor, group_src: int, *, group: dist.ProcessGroup, async_op: bool = False) -> Handle | None:
     """After: every rank holds what rank `group_src` of the group held, in place."""
-    return _in_place(tensor, lambda dense: dist.broadcast(dense, group=group, async_op=True, group_src=group_src), async_op)
+    return _in_place(
+        tensor, lambda dense: dist.broadcast(dense, group=group, async_op=True, group_src=group_src), async_op
+    )
 
 
-def reduce(tensor: Tensor, group_dst: int, op: Any = SUM, *, group: dist.ProcessGroup, async_op: bool = False) -> Handle | None:
+def reduce(
+    tensor: Tensor, group_dst: int, op: Any = SUM, *, group: dist.ProcessGroup, async_op: bool = False
+) -> Handle | None:
     """After: rank `group_dst` of the group holds the elementwise `op`, in place; the others' tensors are undefined."""
     _check_mean(tensor, op)
-    return _in_place(tensor, lambda dense: dist.reduce(dense, op=op, group=group, async_op=True, group_dst=group_dst), async_op)
+    return _in_place(
+        tensor, lambda dense: dist.reduce(dense, op=op, group=group, async_op=True, group_dst=group_dst), async_op
+    )
 
 
 def gather(output: Tensor | None, input: Tensor, group_dst: int, *, group: dist.ProcessGroup) -> None:
@@ -87,7 +123,9 @@ def gather(output: Tensor | None, input: Tensor, group_dst: int, *, group: dist.
 
 
 def scatter(output: Tensor, input: Tensor | None, group_src: int, *, group: dist.ProcessGroup) -> None:
-    """After: rank r holds piece r along dim 0 of what rank `group_src` of the group passed as `input`; the others pass None."""
+    """After: rank r holds piece r along dim 0 of what rank `group_src` of the group passed as `input`; the others pass
+    None.
+    """
     pieces = list(input.contiguous().chunk(dist.get_world_size(group))) if input is not None else None
     _check_dense(output)
     dist.scatter(output, pieces, group=group, group_src=group_src)
@@ -99,7 +137,9 @@ def barrier(*, group: dist.ProcessGroup) -> None:
 
 
 def all_gather_object(value: Any, *, group: dist.ProcessGroup) -> list[Any]:
-    """Every rank's picklable value, in rank order, on every rank. For agreement and build-time checks: slow, never on the hot path."""
+    """Every rank's picklable value, in rank order, on every rank. For agreement and build-time checks: slow, never on
+    the hot path.
+    """
     values = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group)
     return values

@@ -1,11 +1,14 @@
-"""What a rank holds: boxes of named global tensors, one declaration a parameter, and the check that all ranks together hold each exactly.
+"""What a rank holds: boxes of named global tensors, one declaration a parameter, and the check that all ranks together
+hold each exactly.
 
-A box is a rectangular piece of a global tensor: the global shape, the offset, the local shape. Every strategy describes what it leaves on a
-rank by boxes and nothing else, so whatever must work on any mesh (initial weights, gradient norms, checkpoints, resharding) needs only
-them. The declaration `p.held` travels with the parameter: the function that cuts a parameter edits it, everything else reads it.
+A box is a rectangular piece of a global tensor: the global shape, the offset, the local shape. Every strategy describes
+what it leaves on a rank by boxes and nothing else, so whatever must work on any mesh (initial weights, gradient norms,
+checkpoints, resharding) needs only them. The declaration `p.held` travels with the parameter: the function that cuts a
+parameter edits it, everything else reads it.
 
-PyTorch's counterpart: DTensor's (DeviceMesh, placements), which names a cut by mesh axes; a box names the result, so uneven pieces, pieces
-of fused tensors and flat ranges (ZeRO) need no further kinds. Reference: the box of a chunk in torch.distributed.checkpoint's metadata.
+PyTorch's counterpart: DTensor's (DeviceMesh, placements), which names a cut by mesh axes; a box names the result, so
+uneven pieces, pieces of fused tensors and flat ranges (ZeRO) need no further kinds. Reference: the box of a chunk in
+torch.distributed.checkpoint's metadata.
 """
 
 import hashlib
@@ -53,7 +56,9 @@ class Box:
         if self.shape != other.shape:
             raise ValueError(f"{self} and {other} are pieces of tensors of different shape")
         first = tuple(map(max, self.offset, other.offset))
-        last = tuple(min(a + n, b + m) for a, n, b, m in zip(self.offset, self.local, other.offset, other.local, strict=True))
+        last = tuple(
+            min(a + n, b + m) for a, n, b, m in zip(self.offset, self.local, other.offset, other.local, strict=True)
+        )
         local = tuple(b - a for a, b in zip(first, last, strict=True))
         return replace(self, offset=first, local=local) if all(n > 0 for n in local) else None
 
@@ -73,7 +78,8 @@ class Box:
 def flat_range(shape: Iterable[int], start: int, stop: int) -> list[Box]:
     """The row-major elements start … stop-1 of a tensor as boxes, in order: at most 2d - 1 of them for d dimensions.
 
-    A ragged first row, the full rows between, a ragged last row; the ragged ones are ranges of a tensor with one dimension less.
+    A ragged first row, the full rows between, a ragged last row; the ragged ones are ranges of a tensor with one
+    dimension less.
     """
     shape = tuple(shape)
     if not 0 <= start <= stop <= math.prod(shape):
@@ -114,10 +120,12 @@ class Constant:
 
 @dataclass
 class Held:
-    """A parameter's one declaration, its attribute `held`: everything that reduction, norm, initialisation and saving need to know.
+    """A parameter's one declaration, its attribute `held`: everything that reduction, norm, initialisation and saving
+    need to know.
 
-    `sums` has a group for each reason why this rank's gradient is only a partial sum: it saw part of the tokens, heads, vocabulary or
-    experts. `copies` and `copy` are not declared but derived from equal boxes by `check`: how many ranks hold the same, and which we are.
+    `sums` has a group for each reason why this rank's gradient is only a partial sum: it saw part of the tokens, heads,
+    vocabulary or experts. `copies` and `copy` are not declared but derived from equal boxes by `check`: how many ranks
+    hold the same, and which we are.
     """
 
     name: str  # of the global tensor
@@ -131,13 +139,16 @@ class Held:
 
 
 def declare(module: nn.Module, init: Callable[[str], Normal | Constant], decay: Callable[[str], bool]) -> None:
-    """Give every parameter of a whole, uncut module its declaration, by rules on its global name. A shared parameter keeps its first name."""
+    """Give every parameter of a whole, uncut module its declaration, by rules on its global name. A shared parameter
+    keeps its first name.
+    """
     for name, param in module.named_parameters():
         param.held = Held(name, (Box.whole(param.shape),), init(name), decay(name))
 
 
 def cut(param: nn.Parameter, dim: int, start: int, length: int) -> None:
-    """Narrow a declared parameter on the meta device to a piece of itself, in place: the object, and so its sharing, stays.
+    """Narrow a declared parameter on the meta device to a piece of itself, in place: the object, and so its sharing,
+    stays.
 
     A parameter of several boxes is cut along dim 0, in which they follow one another.
     """
@@ -147,7 +158,9 @@ def cut(param: nn.Parameter, dim: int, start: int, length: int) -> None:
     elif dim == 0:
         boxes = list(_cut_sequence(held.boxes, start, length))
     else:
-        raise ValueError(f"{held.name} has {len(held.boxes)} boxes: cut it along dim 0, or before it is cut into several")
+        raise ValueError(
+            f"{held.name} has {len(held.boxes)} boxes: cut it along dim 0, or before it is cut into several"
+        )
     param.data = param.data.narrow(dim, start, length).contiguous()
     param.held = replace(held, boxes=tuple(boxes), copies=None, copy=None)
 
@@ -163,22 +176,28 @@ def _cut_sequence(boxes: Iterable[Box], start: int, length: int) -> Iterator[Box
 
 
 def materialize(param: nn.Parameter, device: torch.device) -> None:
-    """Give a parameter on the meta device memory on `device`, uninitialised; the object, its sharing and its declaration stay."""
+    """Give a parameter on the meta device memory on `device`, uninitialised; the object, its sharing and its
+    declaration stay.
+    """
     real = nn.Parameter(torch.empty_like(param, device=device), requires_grad=param.requires_grad)
     real.__dict__.update(param.__dict__)
     torch.utils.swap_tensors(param, real)  # param.data = … refuses to change the device
 
 
 def check(params: Iterable[nn.Parameter], group: dist.ProcessGroup) -> None:
-    """Check, before the first step, that the ranks of `group` together hold every tensor exactly; set `copies` and `copy` on the way.
+    """Check, before the first step, that the ranks of `group` together hold every tensor exactly; set `copies` and
+    `copy` on the way.
 
-    Collective over `group`. Raises ValueError on every rank when the boxes of a tensor overlap or leave a gap, when ranks disagree on its
-    shape or family, or when the members of a sum group do not hold the same boxes (their gradients could not be added).
+    Collective over `group`. Raises ValueError on every rank when the boxes of a tensor overlap or leave a gap, when
+    ranks disagree on its shape or family, or when the members of a sum group do not hold the same boxes (their
+    gradients could not be added).
     """
     mine = {param.held.name: param.held for param in params}
     described = {name: (held.boxes, held.family, _sum_members(held)) for name, held in mine.items()}
     everyone = comm.all_gather_object(described, group=group)
-    holders: dict[str, list] = defaultdict(list)  # name -> (rank in group, boxes, family, sums) of each rank that holds a part
+    holders: dict[str, list] = defaultdict(
+        list
+    )  # name -> (rank in group, boxes, family, sums) of each rank that holds a part
     for rank, table in enumerate(everyone):
         for name, entry in table.items():
             holders[name].append((rank, *entry))
@@ -200,11 +219,15 @@ def _check_tensor(name: str, entries: list, members: list[int]) -> None:
     families = {family for _, _, family, _ in entries}
     if len(shapes) > 1 or len(families) > 1:
         raise ValueError(f"{name}: ranks declare different shapes {sorted(shapes)} or families {sorted(families)}")
-    distinct = [box for boxes in {boxes for _, boxes, _, _ in entries} for box in boxes]  # equal lists of boxes are copies
+    distinct = [
+        box for boxes in {boxes for _, boxes, _, _ in entries} for box in boxes
+    ]  # equal lists of boxes are copies
     for i, box in enumerate(distinct):
         for other in distinct[:i]:
             if box.intersect(other):
-                raise ValueError(f"{name}: ranks hold overlapping boxes without holding the same ones: {other} and {box}")
+                raise ValueError(
+                    f"{name}: ranks hold overlapping boxes without holding the same ones: {other} and {box}"
+                )
     for shape in shapes:
         if (held := sum(box.numel for box in distinct)) != math.prod(shape):
             raise ValueError(f"{name}: all ranks together hold {held} of its {math.prod(shape)} elements")
@@ -212,14 +235,17 @@ def _check_tensor(name: str, entries: list, members: list[int]) -> None:
     for rank, boxes, _, sums in entries:
         for label, peers in sums.items():
             if wrong := [peer for peer in peers if held_by.get(peer) != boxes]:
-                raise ValueError(f"{name}: rank {members[rank]} sums over {label} with ranks {wrong}, which do not hold the same boxes")
+                raise ValueError(
+                    f"{name}: rank {members[rank]} sums over {label} with ranks {wrong}, which do not hold the same boxes"
+                )
 
 
 def check_copies(tensors: Iterable[tuple[Held, Tensor]], group: dist.ProcessGroup) -> None:
-    """Check that equal boxes have equal bits on all ranks of `group`; for gradients after their reduction. Collective, for debugging.
+    """Check that equal boxes have equal bits on all ranks of `group`; for gradients after their reduction. Collective,
+    for debugging.
 
-    Raises RuntimeError on every rank naming the tensor and the ranks that differ. A small update hides an ulp in a parameter, so the
-    gradient is the tensor to look at.
+    Raises RuntimeError on every rank naming the tensor and the ranks that differ. A small update hides an ulp in a
+    parameter, so the gradient is the tensor to look at.
     """
     digests = {(held.name, held.boxes): _digest(tensor) for held, tensor in tensors}
     seen: dict[tuple, dict[int, str]] = defaultdict(dict)
@@ -229,7 +255,9 @@ def check_copies(tensors: Iterable[tuple[Held, Tensor]], group: dist.ProcessGrou
     for (name, _), by_rank in seen.items():
         first = next(iter(by_rank.values()))
         if different := [rank for rank, digest in by_rank.items() if digest != first]:
-            raise RuntimeError(f"{name}: ranks {different} of the group differ in bits from rank {next(iter(by_rank))}, which holds the same boxes")
+            raise RuntimeError(
+                f"{name}: ranks {different} of the group differ in bits from rank {next(iter(by_rank))}, which holds the same boxes"
+            )
 
 
 def _digest(tensor: Tensor) -> str:

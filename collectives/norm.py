@@ -1,8 +1,8 @@
 """The one gradient norm, from declarations only: square sums divided by the number of copies, summed over all ranks.
 
-A parameter that c ranks hold is counted by each of them with weight 1/c, whatever the reason for the copies (data parallelism, norms under
-tensor parallelism, a tied embedding at both ends of a pipeline), so no axis needs a case of its own. Cost: one float64 all-reduce.
-PyTorch's counterpart: torch.nn.utils.clip_grad_norm_, whose factor is used here.
+A parameter that c ranks hold is counted by each of them with weight 1/c, whatever the reason for the copies (data
+parallelism, norms under tensor parallelism, a tied embedding at both ends of a pipeline), so no axis needs a case of
+its own. Cost: one float64 all-reduce. PyTorch's counterpart: torch.nn.utils.clip_grad_norm_, whose factor is used here.
 """
 
 from collections.abc import Sequence
@@ -16,9 +16,11 @@ from collectives import comm
 
 @torch.no_grad()
 def grad_norm(params: Sequence[nn.Parameter], *, group: dist.ProcessGroup) -> Tensor:
-    """The 2-norm of the whole model's gradient, a float64 scalar with the same bits on every rank of `group`, the world.
+    """The 2-norm of the whole model's gradient, a float64 scalar with the same bits on every rank of `group`, the
+    world.
 
-    Before: gradients are fully reduced and `layout.check` has counted the copies. A rank may hold no gradient at all; every rank calls it.
+    Before: gradients are fully reduced and `layout.check` has counted the copies. A rank may hold no gradient at all;
+    every rank calls it.
     """
     with_grad = [param for param in params if param.grad is not None]
     device = params[0].device if params else None

@@ -1,10 +1,11 @@
 """Point-to-point: send, receive, and exchange, on which every algorithm written out in this project stands.
 
-With comm.py the only file that calls torch.distributed's operations. The names, the order of the arguments and the handles are
-torch.distributed's own; peers are ranks *in the group*. Cost: one message, its bytes.
+With comm.py the only file that calls torch.distributed's operations. The names, the order of the arguments and the
+handles are torch.distributed's own; peers are ranks *in the group*. Cost: one message, its bytes.
 
-Right under the stricter backend: on NCCL, sends and receives between two ranks on one group run in the order in which they were posted,
-each blocking those behind it, unless they were posted together in one batch. So whatever moves both ways at once is one `exchange`.
+Right under the stricter backend: on NCCL, sends and receives between two ranks on one group run in the order in which
+they were posted, each blocking those behind it, unless they were posted together in one batch. So whatever moves both
+ways at once is one `exchange`.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,7 +18,9 @@ Message = tuple[Tensor, int]  # a tensor and the peer, a rank in the group
 
 
 class Handle:
-    """An operation in flight. It keeps its buffers alive; `wait` returns when they hold the result and may be used again."""
+    """An operation in flight. It keeps its buffers alive; `wait` returns when they hold the result and may be used
+    again.
+    """
 
     def __init__(self, works: Sequence[dist.Work], then: Callable[[], object] | None = None):
         self._works, self._then = works, then
@@ -33,14 +36,22 @@ class Handle:
 
 
 def exchange(sends: Sequence[Message], receives: Sequence[Message], *, group: dist.ProcessGroup) -> Handle:
-    """Post all sends and receives as one batch, in any order of peers, without waiting: no pair of ranks can block each other.
+    """Post all sends and receives as one batch, in any order of peers, without waiting: no pair of ranks can block each
+    other.
 
-    Empty tensors are skipped, on both sides alike. A tensor that is sent must not change, one that receives not be read, before `wait`.
+    Empty tensors are skipped, on both sides alike. A tensor that is sent must not change, one that receives not be
+    read, before `wait`.
     """
     outgoing = [(tensor.detach().contiguous(), peer) for tensor, peer in sends if tensor.numel()]
     incoming = [(tensor.detach(), peer) for tensor, peer in receives if tensor.numel()]
-    landing = [tensor if tensor.is_contiguous() else torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor, _ in incoming]
-    batch = [dist.P2POp(dist.irecv, buffer, group=group, group_peer=peer) for buffer, (_, peer) in zip(landing, incoming, strict=True)]
+    landing = [
+        tensor if tensor.is_contiguous() else torch.empty_like(tensor, memory_format=torch.contiguous_format)
+        for tensor, _ in incoming
+    ]
+    batch = [
+        dist.P2POp(dist.irecv, buffer, group=group, group_peer=peer)
+        for buffer, (_, peer) in zip(landing, incoming, strict=True)
+    ]
     batch += [dist.P2POp(dist.isend, tensor, group=group, group_peer=peer) for tensor, peer in outgoing]
     works = dist.batch_isend_irecv(batch) if batch else []
 
@@ -64,7 +75,9 @@ def irecv(tensor: Tensor, src: int, *, group: dist.ProcessGroup) -> Handle:
 
 
 def send(tensor: Tensor, dst: int, *, group: dist.ProcessGroup) -> None:
-    """Send to rank `dst` of the group and wait until it receives: two ranks that both send first wait for ever; use `exchange`."""
+    """Send to rank `dst` of the group and wait until it receives: two ranks that both send first wait for ever; use
+    `exchange`.
+    """
     isend(tensor, dst, group=group).wait()
 
 

@@ -1,13 +1,16 @@
-"""Randomness by counter: the number at index i under key k is a hash of (k, i), so every mesh draws the same ones, whoever draws them.
+"""Randomness by counter: the number at index i under key k is a hash of (k, i), so every mesh draws the same ones,
+whoever draws them.
 
-An ordinary generator hands out its numbers in the order of asking, so a rank that holds half a tensor draws other numbers than one that
-holds the whole. Here a rank asks for the numbers of its own boxes by their global index, and nothing has to be saved, seeded a rank, or
-replayed: initial weights, dropout masks (also when a layer is computed again) and the order of the data are functions of the seed.
+An ordinary generator hands out its numbers in the order of asking, so a rank that holds half a tensor draws other
+numbers than one that holds the whole. Here a rank asks for the numbers of its own boxes by their global index, and
+nothing has to be saved, seeded a rank, or replayed: initial weights, dropout masks (also when a layer is computed
+again) and the order of the data are functions of the seed.
 
-The hash is a 64-bit mixer in wrapping int64 arithmetic (Steele et al. 2014, SplitMix64; constants of Stafford's variant 13), with the key
-entering twice so that no two keys walk the same sequence. Idea of counter-based generators: Salmon et al. 2011, "Parallel random numbers:
-as easy as 1, 2, 3". PyTorch's counterpart: torch.randn, and the per-rank RNG states that Megatron-LM and FSDP checkpoints carry.
-Integers are the same on every device; normals are the same over every cut on one kind of device (erfinv differs between CPU and GPU).
+The hash is a 64-bit mixer in wrapping int64 arithmetic (Steele et al. 2014, SplitMix64; constants of Stafford's variant
+13), with the key entering twice so that no two keys walk the same sequence. Idea of counter-based generators: Salmon et
+al. 2011, "Parallel random numbers: as easy as 1, 2, 3". PyTorch's counterpart: torch.randn, and the per-rank RNG states
+that Megatron-LM and FSDP checkpoints carry. Integers are the same on every device; normals are the same over every cut
+on one kind of device (erfinv differs between CPU and GPU).
 """
 
 import hashlib
@@ -21,11 +24,15 @@ from collectives.layout import Box, Constant, Normal
 _GOLDEN = 0x9E3779B97F4A7C15
 _MIX_A = 0xBF58476D1CE4E5B9
 _MIX_B = 0x94D049BB133111EB
-_CHUNK = 1 << 14  # numbers drawn at a time: the intermediates stay in the cache (2.5 times as fast as one pass over a large tensor)
+_CHUNK = (
+    1 << 14
+)  # numbers drawn at a time: the intermediates stay in the cache (2.5 times as fast as one pass over a large tensor)
 
 
 def key(seed: int, *names: int | str) -> int:
-    """A 64-bit key for the stream that belongs to this seed and these names, such as ("embed.weight",) or ("dropout", layer, step)."""
+    """A 64-bit key for the stream that belongs to this seed and these names, such as ("embed.weight",) or ("dropout",
+    layer, step).
+    """
     digest = hashlib.blake2b(repr((seed, *names)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True)
 
@@ -75,8 +82,8 @@ def dropout(x: Tensor, key: int, rows: Tensor, p: float) -> Tensor:
 def permutation(key: int, index: Tensor, n: int) -> Tensor:
     """Where a random permutation of 0 … n-1 sends each of `index`: computed element by element, no table of n numbers.
 
-    A Feistel network on pairs (left, right) of a rectangle just larger than n, each half shifted in turn by a hash of the other; what falls
-    outside is sent round again (Black & Rogaway 2002, "Ciphers with arbitrary finite domains").
+    A Feistel network on pairs (left, right) of a rectangle just larger than n, each half shifted in turn by a hash of
+    the other; what falls outside is sent round again (Black & Rogaway 2002, "Ciphers with arbitrary finite domains").
     """
     columns = math.isqrt(n - 1) + 1 if n > 0 else 1
     rows = -(-n // columns)
@@ -98,7 +105,9 @@ def _shuffle(key: int, index: Tensor, rows: int, columns: int) -> Tensor:
 
 @torch.no_grad()
 def fill(param: Tensor, seed: int) -> None:
-    """Initialise this rank's part of a declared parameter in place, by its rule and its boxes; no rank makes more than its own part."""
+    """Initialise this rank's part of a declared parameter in place, by its rule and its boxes; no rank makes more than
+    its own part.
+    """
     held, start = param.held, 0
     flat = param.view(-1)
     for box in held.boxes:

@@ -1,11 +1,12 @@
 """Start and end a rank: its place in the job, its device, its backend, its time-out.
 
-A rank is one process. Where it stands in the job comes from the variables that torchrun sets; without them it is a world of one.
-The only file of the project that reads the environment. PyTorch's counterpart: init_process_group, the elastic agent's environment.
+A rank is one process. Where it stands in the job comes from the variables that torchrun sets; without them it is a
+world of one. The only file of the project that reads the environment. PyTorch's counterpart: init_process_group, the
+elastic agent's environment.
 
-What a failing rank does is decided here as well: it prints its own traceback at once and leaves hard, so that the traceback stands before
-the "connection closed" of its peers, and no peer waits longer than it takes to notice. A rank that hangs is cut by `timeout`, which every
-sub-group is given too.
+What a failing rank does is decided here as well: it prints its own traceback at once and leaves hard, so that the
+traceback stands before the "connection closed" of its peers, and no peer waits longer than it takes to notice. A rank
+that hangs is cut by `timeout`, which every sub-group is given too.
 """
 
 import contextlib
@@ -45,9 +46,13 @@ def place() -> Place:
     if len(missing) == len(names):
         return Place(rank=0, size=1, local_rank=0, local_size=1)
     if missing:
-        raise ValueError(f"{', '.join(missing)} not set although other variables of a launcher are; use torchrun, or unset all of {names}")
+        raise ValueError(
+            f"{', '.join(missing)} not set although other variables of a launcher are; use torchrun, or unset all of {names}"
+        )
     size = int(os.environ["WORLD_SIZE"])
-    return Place(int(os.environ["RANK"]), size, int(os.environ["LOCAL_RANK"]), int(os.environ.get("LOCAL_WORLD_SIZE", size)))
+    return Place(
+        int(os.environ["RANK"]), size, int(os.environ["LOCAL_RANK"]), int(os.environ.get("LOCAL_WORLD_SIZE", size))
+    )
 
 
 @dataclass
@@ -65,14 +70,17 @@ class Runtime:
     def new_group(self, ranks: Sequence[int]) -> dist.ProcessGroup | None:
         """The group of these global ranks, in ascending order; None on a rank that is no member.
 
-        Collective over the world: every rank calls it, members or not, all in the same order. The same ranks give the same group again.
+        Collective over the world: every rank calls it, members or not, all in the same order. The same ranks give the
+        same group again.
         """
         members = tuple(ranks)
         if members != tuple(sorted(set(members))):
             raise ValueError(f"group ranks {members} must be in ascending order and distinct")
         if members not in self.groups:
             whole = members == tuple(range(self.size))
-            self.groups[members] = self.world if whole else dist.new_group(members, timeout=self.timeout, backend=self.backend)
+            self.groups[members] = (
+                self.world if whole else dist.new_group(members, timeout=self.timeout, backend=self.backend)
+            )
         return self.groups[members] if self.rank in members else None
 
 
@@ -80,9 +88,10 @@ class Runtime:
 def start(*, timeout: float = 600.0, device: str | None = None, backend: str | None = None) -> Iterator[Runtime]:
     """Join the job that `place()` tells of, and leave it together with all others.
 
-    timeout: seconds after which a rank that waits for another gives up. device: default this rank's own GPU, the CPU where there is none.
-    backend: default NCCL for a GPU, gloo for the CPU. A failure inside the block prints this rank's traceback and ends the process with 1;
-    so does sys.exit, also with 0: a rank that leaves alone is a failure. (In a world of one the exception simply goes on.)
+    timeout: seconds after which a rank that waits for another gives up. device: default this rank's own GPU, the CPU
+    where there is none. backend: default NCCL for a GPU, gloo for the CPU. A failure inside the block prints this
+    rank's traceback and ends the process with 1; so does sys.exit, also with 0: a rank that leaves alone is a failure.
+    (In a world of one the exception simply goes on.)
     """
     here = place()
     where = torch.device(device) if device else _own_device(here)
@@ -110,12 +119,16 @@ def _own_device(here: Place) -> torch.device:
     if not torch.cuda.is_available():
         return torch.device("cpu")
     if here.local_rank >= torch.cuda.device_count():
-        raise ValueError(f"local rank {here.local_rank} has no GPU: this machine has {torch.cuda.device_count()}; start at most as many ranks")
+        raise ValueError(
+            f"local rank {here.local_rank} has no GPU: this machine has {torch.cuda.device_count()}; start at most as many ranks"
+        )
     return torch.device("cuda", here.local_rank)
 
 
 def _leave(rank: int, failure: BaseException) -> NoReturn:
-    """Say why this rank fails, then end the process without waiting for any peer: destroying a group may hang in one that waits for us."""
+    """Say why this rank fails, then end the process without waiting for any peer: destroying a group may hang in one
+    that waits for us.
+    """
     if isinstance(failure, SystemExit):
         print(f"rank {rank} left the job alone: sys.exit({failure.code})", file=sys.stderr)
     elif not isinstance(failure, KeyboardInterrupt):
@@ -126,11 +139,15 @@ def _leave(rank: int, failure: BaseException) -> NoReturn:
 
 
 def launch(main: Callable[[], object], ranks: int) -> int:
-    """Run `main` in this many new local processes, with torchrun's variables set, and wait; the exit status: 0 when all ended with 0.
+    """Run `main` in this many new local processes, with torchrun's variables set, and wait; the exit status: 0 when all
+    ended with 0.
 
-    The first rank that fails takes the others with it. They are forked, so torch is imported once; do not call it after CUDA is in use.
+    The first rank that fails takes the others with it. They are forked, so torch is imported once; do not call it after
+    CUDA is in use.
     """
-    alive_reader, alive_writer = os.pipe()  # only this process keeps the writing end: its end of file tells the ranks that we are gone
+    alive_reader, alive_writer = (
+        os.pipe()
+    )  # only this process keeps the writing end: its end of file tells the ranks that we are gone
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         port = probe.getsockname()[1]

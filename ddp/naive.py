@@ -1,11 +1,14 @@
-"""Data parallelism, step one of three: every rank has the whole model and its own rows; after backward, one all-reduce a parameter.
+"""Data parallelism, step one of three: every rank has the whole model and its own rows; after backward, one all-reduce
+a parameter.
 
-Every rank computes the gradient of its own rows and the all-reduce adds them up, so all ranks make the same update and stay equal. Cost a
-step, for n bytes of gradients on P ranks: 2n(P-1)/P bytes sent a rank, one collective a parameter (the fault that buckets mend), nothing
-of it beside backward (the fault that hooks mend). Memory: parameters, gradients and optimizer state in full on every rank.
+Every rank computes the gradient of its own rows and the all-reduce adds them up, so all ranks make the same update and
+stay equal. Cost a step, for n bytes of gradients on P ranks: 2n(P-1)/P bytes sent a rank, one collective a parameter
+(the fault that buckets mend), nothing of it beside backward (the fault that hooks mend). Memory: parameters, gradients
+and optimizer state in full on every rank.
 
-Lecture: seed 002, "Naive DDP"; seed 000, "DDP의 기본 동작". (The lecture says PyTorch's DDP is exactly this; PyTorch's has buckets and
-overlap: Li et al. 2020, "PyTorch Distributed".) Left out: buckets, overlap, buffers that change in training.
+Lecture: seed 002, "Naive DDP"; seed 000, "DDP의 기본 동작". (The lecture says PyTorch's DDP is exactly this; PyTorch's has
+buckets and overlap: Li et al. 2020, "PyTorch Distributed".) Left out: buckets, overlap, buffers that change in
+training.
 """
 
 import contextlib
@@ -19,7 +22,9 @@ from collectives import comm, layout
 
 
 class NaiveDDP:
-    """The handle of a module whose gradients are summed over `group`. `wrap` makes it; the module itself stays as it is."""
+    """The handle of a module whose gradients are summed over `group`. `wrap` makes it; the module itself stays as it
+    is.
+    """
 
     def __init__(self, params: Sequence[nn.Parameter], group: dist.ProcessGroup, *, average: bool):
         self.params, self.group, self.average = list(params), group, average
@@ -30,23 +35,25 @@ class NaiveDDP:
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Around a microbatch that is not the last. Nothing is reduced before `finish` here, so there is nothing to switch off."""
+        """Around a microbatch that is not the last. Nothing is reduced before `finish` here, so there is nothing to
+        switch off.
+        """
         yield
 
     def finish(self) -> None:
-        """Before: each `p.grad` is this rank's own, summed over its microbatches. After: it is the sum (or mean) over the group.
+        """Before: each `p.grad` is this rank's own, summed over its microbatches. After: it is the sum (or mean) over
+        the group.
 
         A parameter that some ranks did not use counts as zero there; one that no rank used keeps grad None.
         """
-        mean = 1 / dist.get_world_size(self.group) if self.average else 1
+        op = comm.AVG if self.average else comm.SUM
         for param, used in zip(self.params, self._used_anywhere(), strict=True):
             if not used:
                 continue
             if param.grad is None:
                 param.grad = torch.zeros_like(param)
             # IDEA: the gradient of the whole batch is the sum of the ranks' gradients.
-            comm.all_reduce(param.grad, group=self.group, ordered=True)
-            param.grad *= mean
+            comm.all_reduce(param.grad, op, group=self.group, ordered=True)
 
     def after_step(self) -> None:
         """After the optimizer: nothing, every rank has updated everything."""
@@ -76,11 +83,12 @@ def wrap(
     average: bool = True,
     device: torch.device | None = None,
 ) -> NaiveDDP:
-    """Make `module` data parallel over `group`. Before: any values on each rank. After: those of the group's rank 0 everywhere.
+    """Make `module` data parallel over `group`. Before: any values on each rank. After: those of the group's rank 0
+    everywhere.
 
-    params: those to treat, default all that need a gradient. average: divide by the number of ranks, as PyTorch's DDP does (False: the
-    sum, when the loss is already scaled by the whole batch's count). Parameters on the meta device get memory on `device` and no values:
-    whoever built them so initialises them afterwards, the same on every rank.
+    params: those to treat, default all that need a gradient. average: divide by the number of ranks, as PyTorch's DDP
+    does (False: the sum, when the loss is already scaled by the whole batch's count). Parameters on the meta device get
+    memory on `device` and no values: whoever built them so initialises them afterwards, the same on every rank.
     """
     params = [p for p in module.parameters() if p.requires_grad] if params is None else list(params)
     for tensor in [*params, *module.buffers()]:

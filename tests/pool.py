@@ -1,12 +1,12 @@
-"""Worker ranks that stay alive for a whole test session, so that a distributed test costs milliseconds instead of a start of torch.
+"""Worker ranks that stay alive for a whole test session, so that a distributed test costs milliseconds.
 
-`Pool().run(4, job, x)` calls `job(runtime, x)` on 4 ranks, each a process with one thread, and returns the four results by rank. For each
-world size there is one set of workers with a process group of exactly that size; it starts at the first use and is kept, with its groups.
+`Pool().run(4, job, x)` calls `job(runtime, x)` on 4 ranks, each a process of one thread, and returns their results by
+rank. For each world size there is one set of workers, with a process group of exactly that size; it starts at its first
+use and is kept, with its sub-groups. Workers are forked from a server process that has imported torch once; jobs,
+arguments and results travel by one pipe a worker.
 
-A job that fails spoils its set, because the other ranks may wait in a collective forever: the set is killed and a new one starts when it is
-next asked for. The error shown is the first one, that of the rank that failed, not the "connection closed" of its peers.
-
-The workers are forked from a server process that has imported torch once. Jobs, arguments and results travel by one pipe a worker.
+A job that fails spoils its set, because the other ranks may wait in a collective forever: the set is killed, and a new
+one starts when next asked for. The error shown is that of the rank that failed, not its peers' "connection closed".
 """
 
 import contextlib
@@ -16,11 +16,12 @@ import os
 import pickle
 import queue
 import signal
+import sys
 import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -33,7 +34,7 @@ from collectives.runtime import Runtime
 
 MAX_RANKS = 8
 START_SECONDS = 60.0  # for a set to start and connect; the first of all imports torch
-GROUP_SECONDS = 60.0  # a rank waits so long for another; longer than a job may take, so that the pool is the one that notices a hang
+GROUP_SECONDS = 60.0  # a rank's patience with another: more than a job may take, so that the pool notices a hang first
 LINGER_SECONDS = 0.1  # after a failure, for the death that may have caused it
 STACK_SECONDS = 0.5  # for a rank that hangs to write its stack
 
@@ -51,15 +52,16 @@ class Pool:
 
     def __init__(self) -> None:
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["torch", "numpy", "einops", "pytest", "collectives.runtime"])
+        self._context.set_forkserver_preload(["torch", "numpy", "einops", "pytest", __name__])
         self._folder = tempfile.TemporaryDirectory(prefix="pool-")
         self._sets: dict[int, WorkerSet] = {}
 
     def run(self, ranks: int, job: Callable[..., Any], *args: Any, timeout: float = 30.0) -> list[Any]:
-        """What `job(runtime, *args)` returned on each of this many ranks, by rank; every rank gets a copy of the same arguments.
+        """What `job(runtime, *args)` returned on each of this many ranks, by rank. Every rank gets a copy of `args`.
 
-        job: a function of a module, found again by its name in the workers. A tensor comes back by value, with its whole storage: clone a
-        small view. timeout: seconds; the start of a new set does not count. Raises RankFailed for the rank that failed first, RankHung.
+        job: a function of a module, found again by its name in the workers; its `runtime.world` is exactly these ranks.
+        A tensor comes back by value, with its whole storage: clone a small view. timeout: seconds, not counting the
+        start of a new set. Raises RankFailed for the rank that failed first, RankHung when the time is over.
         """
         if not 1 <= ranks <= MAX_RANKS:
             raise ValueError(f"a pool has 1 to {MAX_RANKS} ranks, not {ranks}")
@@ -74,7 +76,7 @@ class Pool:
             raise
 
     def close(self) -> None:
-        """Kill all workers. Without it they end when this process ends, however it ends."""
+        """Kill all workers. If this process ends without it, however it ends, they end as well."""
         while self._sets:
             self._sets.popitem()[1].kill()
         self._folder.cleanup()
@@ -85,7 +87,7 @@ def _do_nothing(runtime: Runtime) -> None:
 
 
 class WorkerSet:
-    """The workers of one world size, seen from the test session: process and pipe number r are those of rank r."""
+    """The workers of one world size, seen from the test session: process r and pipe r are those of rank r."""
 
     def __init__(self, context: Any, size: int, folder: Path) -> None:
         self.folder = folder
@@ -100,25 +102,27 @@ class WorkerSet:
             self.processes.append(process)
 
     def run(self, message: bytes, timeout: float) -> list[Any]:
-        """Each rank's result of this pickled (job, args). After an exception the set is unusable: ranks may still be in the job."""
+        """Each rank's result of this pickled (job, args). After an exception ranks may still be in it: kill the set."""
         deadline = time.monotonic() + timeout
         for pipe in self.pipes:
-            with contextlib.suppress(OSError):  # this rank is dead, which the end of its pipe tells below
+            with contextlib.suppress(OSError):  # this rank is dead, as the end of its pipe will tell
                 pipe.send_bytes(message)
         silent = {pipe: rank for rank, pipe in enumerate(self.pipes)}
         results, raised, died = {}, [], []
+        # After a failure go on for a moment: a rank that dies makes its peers raise "connection closed", and what they
+        # report may be here before the end of its own pipe.
         while silent:
-            # A rank that dies makes its peers raise "connection closed", and they may report it before its own pipe has ended.
             ready = wait(list(silent), LINGER_SECONDS if raised or died else deadline - time.monotonic())
             if not ready:
                 break
             for pipe in ready:
                 rank = silent.pop(pipe)
                 try:
-                    fine, value = pickle.loads(pipe.recv_bytes())
-                except (EOFError, ConnectionResetError):
-                    died.append(f"rank {rank} failed: {self._end(rank)} in the middle of a job")
+                    reply = pipe.recv_bytes()
+                except (EOFError, OSError):
+                    died.append(f"rank {rank} failed: {self._end(rank)}")
                     continue
+                fine, value = pickle.loads(reply)
                 if fine:
                     results[rank] = value
                 else:
@@ -126,7 +130,8 @@ class WorkerSet:
         if died or raised:
             raise RankFailed((died + raised)[0])
         if silent:
-            raise RankHung(self._hang(silent.values(), timeout))
+            hanging = sorted(silent.values())
+            raise RankHung(f"after {timeout:g} s ranks {hanging} of {len(self.pipes)} hang\n{self._stacks(hanging)}")
         return [results[rank] for rank in range(len(self.pipes))]
 
     def kill(self) -> None:
@@ -139,23 +144,21 @@ class WorkerSet:
             pipe.close()
 
     def _end(self, rank: int) -> str:
+        """How the process of this rank, whose pipe has ended, came to its end."""
         process = self.processes[rank]
         process.join()
         if process.exitcode < 0:
             return f"its process was killed by {signal.Signals(-process.exitcode).name}"
         return f"its process exited with status {process.exitcode}"
 
-    def _hang(self, ranks: Iterable[int], timeout: float) -> str:
-        """Which ranks hang, and where: each is asked for its Python stack, which it writes even while it waits in gloo."""
-        hanging = sorted(ranks)
-        for rank in hanging:
+    def _stacks(self, ranks: list[int]) -> str:
+        """Where these ranks are, from the job inwards: each writes its stack when asked, also while in gloo."""
+        for rank in ranks:
             os.kill(self.processes[rank].pid, signal.SIGUSR1)
         time.sleep(STACK_SECONDS)
-        lines = [f"after {timeout:g} s, of {len(self.pipes)} ranks these hang: {', '.join(map(str, hanging))}"]
-        for rank in hanging:
-            stack = _stack_file(self.folder, rank).read_text()
-            lines += [f"rank {rank} hangs:", stack or "  no stack: it takes no signal, as when it was stopped\n"]
-        return "\n".join(lines)
+        stacks = [_stack_file(self.folder, rank).read_text().split(f'  File "{__file__}"')[0] for rank in ranks]
+        nothing = "no stack: it takes no signal, as when it was stopped\n"
+        return "\n".join(f"rank {rank}: {stack or nothing}" for rank, stack in zip(ranks, stacks, strict=True))
 
 
 def _stack_file(folder: Path, rank: int) -> Path:
@@ -164,14 +167,13 @@ def _stack_file(folder: Path, rank: int) -> Path:
 
 def _work(pipe: Connection, rank: int, size: int, folder: Path) -> None:
     """The life of a worker: join the group of its set, then answer one job after the other."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to all processes of a terminal; the session decides what it means
-    stack = _stack_file(folder, rank).open("w")
-    faulthandler.register(signal.SIGUSR1, file=stack, all_threads=False)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process of a terminal; the session acts on it
+    faulthandler.register(signal.SIGUSR1, file=_stack_file(folder, rank).open("w"), all_threads=False)
+    sys.stdout.reconfigure(line_buffering=True)  # what a job prints must not be lost when its worker is killed
     jobs: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     threading.Thread(target=_listen, args=(pipe, jobs), daemon=True).start()
     torch.set_num_threads(1)
-    patience = timedelta(seconds=GROUP_SECONDS)
-    store = dist.FileStore(str(folder / "store"), size)
+    store, patience = dist.FileStore(str(folder / "store"), size), timedelta(seconds=GROUP_SECONDS)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=patience)
     assert dist.group.WORLD is not None
     runtime = Runtime(rank, size, torch.device("cpu"), "gloo", patience, dist.group.WORLD)
@@ -180,7 +182,7 @@ def _work(pipe: Connection, rank: int, size: int, folder: Path) -> None:
 
 
 def _listen(pipe: Connection, jobs: "queue.SimpleQueue[bytes]") -> None:
-    """Hand on what comes; a thread of its own, so that the end of the session is noticed while the main thread waits in a collective."""
+    """Hand on the jobs; in its own thread, to notice the session's end while the main one waits in a collective."""
     while True:
         try:
             jobs.put(pipe.recv_bytes())
@@ -189,7 +191,7 @@ def _listen(pipe: Connection, jobs: "queue.SimpleQueue[bytes]") -> None:
 
 
 def _answer(runtime: Runtime, message: bytes) -> bytes:
-    """(True, result) or (False, traceback), pickled by plain pickle: a pipe's own `send` would share a tensor's memory, not copy it."""
+    """(True, result) or (False, traceback), by plain pickle: `pipe.send` would share a tensor's memory, not copy it."""
     try:
         job, args = pickle.loads(message)
         return pickle.dumps((True, job(runtime, *args)))

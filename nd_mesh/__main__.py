@@ -1,0 +1,60 @@
+"""The command line: `train CONFIG`, alone or under torchrun, and `plot RUN …`."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from collectives import runtime
+from nd_mesh import config, data, metrics, train
+
+
+class Parser(argparse.ArgumentParser):
+    """Mistakes become one line, told on every rank."""
+
+    def error(self, message: str) -> None:
+        """Called by argparse in place of its usage and exit."""
+        raise config.ConfigError(message)
+
+
+def parser() -> Parser:
+    """Every setting of a configuration is an option by its dotted name."""
+    whole = Parser(prog="nd_mesh", description=__doc__, allow_abbrev=False)
+    commands = whole.add_subparsers(dest="command", required=True)
+    training = commands.add_parser("train", help="train a GPT", allow_abbrev=False)
+    training.add_argument("config", type=Path, help="a TOML file with the tables mesh, model, data, train, parallel")
+    default = config.Config()
+    for name in config.names():
+        table, key = name.split(".")
+        value = getattr(getattr(default, table), key)
+        training.add_argument(f"--{name}", metavar="VALUE", help=f"default {value}", default=argparse.SUPPRESS)
+    plotting = commands.add_parser("plot", help="overlay the loss curves of runs", allow_abbrev=False)
+    plotting.add_argument("runs", type=Path, nargs="+", help="folders that runs wrote")
+    plotting.add_argument("--out", type=Path, required=True, help="the PNG to write")
+    return whole
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run a command; the exit status. A mistake of the user's is one line on every rank, before any group is made."""
+    try:
+        here = runtime.place()
+        chosen, unknown = parser().parse_known_args(arguments)
+        if unknown:
+            raise config.ConfigError(config.unknown(unknown[0].removeprefix("--").split("=")[0]))
+        if chosen.command == "plot":
+            metrics.plot(chosen.runs, chosen.out)
+            return 0
+        overrides = {name: getattr(chosen, name) for name in config.names() if hasattr(chosen, name)}
+        settings = config.load(chosen.config, overrides)
+        config.check(settings, here.size)
+        training, validation = data.load(settings.data, settings.model.vocab)
+    except ValueError as mistake:
+        print(f"{f'rank {here.rank}: ' if here.size > 1 else ''}error: {mistake}", file=sys.stderr)
+        return 2
+    with runtime.start(timeout=settings.train.timeout) as run:
+        train.train(settings, training, validation, run)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

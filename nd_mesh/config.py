@@ -1,0 +1,221 @@
+"""A run's configuration: TOML tables, overridden by dotted names on the command line, checked before anything is
+started.
+
+    python -m nd_mesh train configs/stdlib.toml --mesh.dp 2 --train.steps 100 --data.path PATH
+
+The dataclasses below are the whole list of settings. Unknown keys are refused with the nearest name, values by type,
+and combinations that cannot run by `check`; every rank does so for itself, with one line, before any group is made.
+"""
+
+import difflib
+import math
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields, is_dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+
+class ConfigError(ValueError):
+    """A mistake of the user's, told in one line that names the thing and the remedy."""
+
+
+class _Strict:
+    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012, pydantic reads it; an unknown key is an error
+
+
+@dataclass(frozen=True)
+class MeshConfig(_Strict):
+    """Degrees of parallelism; their product (without ep) is the number of ranks."""
+
+    pp: int = 1  # pipeline stages
+    dp: int = 1  # replicas
+    fsdp: int = 1  # shards of parameters, each with rows of its own
+    cp: int = 1  # pieces of the sequence
+    tp: int = 1  # pieces of each matrix
+    ep: int = 1  # pieces of the list of experts, folded out of dp · fsdp · cp
+
+
+@dataclass(frozen=True)
+class ModelConfig(_Strict):
+    """A decoder: RMSNorm, RoPE, grouped-query attention, SwiGLU."""
+
+    vocab: int = 256
+    layers: int = 4
+    width: int = 192  # D
+    heads: int = 6  # H
+    kv_heads: int = 3
+    hidden: int = 512  # F
+    dropout: float = 0.0
+    tied: bool = False  # the head's matrix is the embedding's
+    rope_base: float = 10_000.0
+    init_std: float = 0.02
+
+
+@dataclass(frozen=True)
+class DataConfig(_Strict):
+    """Where the tokens come from and how they are cut into samples."""
+
+    path: str = "stdlib"  # a file, a folder, or "stdlib": the sources of the running Python's standard library
+    format: Literal["text", "uint16", "uint32"] = "text"  # UTF-8 text read as bytes, or a file of token ids
+    glob: str = "*"  # of a folder's files, at any depth
+    document_end: int | None = None  # in a token file, the id that closes a document
+    context: int = 128  # T, tokens a sample
+    validation: float = 0.02  # the last part of the stream, kept for validation
+
+
+@dataclass(frozen=True)
+class TrainConfig(_Strict):
+    """The optimizer, the batch, and what is written."""
+
+    steps: int = 240
+    batch: int = 32  # rows of a global batch, dealt out over dp · fsdp, then over microbatches
+    microbatches: int = 1
+    optimizer: Literal["adamw", "sgd"] = "adamw"
+    lr: float = 3e-3
+    warmup: int = 20  # steps of linear warm-up, then a cosine to min_lr · lr
+    min_lr: float = 0.1
+    weight_decay: float = 0.1  # on matrices only
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    momentum: float = 0.9  # of sgd
+    clip: float = 1.0  # largest global gradient norm; 0: no limit
+    dtype: Literal["float32", "float64"] = "float32"
+    seed: int = 0
+    timeout: float = 600.0  # seconds until a rank that waits for another gives up
+    evaluate_every: int = 0  # steps; the last one is always followed by an evaluation
+    out: str = "runs/stdlib"
+    prompt: str = "def "
+    sample: int = 400  # bytes of text generated at the end
+
+
+@dataclass(frozen=True)
+class ParallelConfig(_Strict):
+    """Which strategy serves an axis."""
+
+    data: Literal["naive"] = "naive"
+
+
+@dataclass(frozen=True)
+class Config(_Strict):
+    """A whole run, but for the number of ranks."""
+
+    mesh: MeshConfig = field(default_factory=MeshConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+
+
+def names() -> dict[str, type]:
+    """Every setting by its dotted name, with its type."""
+    return {f"{table.name}.{f.name}": f.type for table in fields(Config) for f in fields(table.type)}
+
+
+def load(path: str | Path, overrides: Mapping[str, str]) -> Config:
+    """The configuration in a TOML file, with dotted names overridden by text as typed; raises ConfigError, in one line.
+    """
+    try:
+        tables = tomllib.loads(Path(path).read_text())
+    except OSError as error:
+        raise ConfigError(f"cannot read the configuration {path}: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not TOML: {error}") from error
+    for name, text in overrides.items():
+        table, key = name.split(".")
+        if not isinstance(tables.setdefault(table, {}), dict):
+            raise ConfigError(f"{path}: {table} must be a table, [{table}]")
+        tables[table][key] = text if names()[name] is str else _toml_value(text)
+    return validated(tables)
+
+
+def validated(tables: Mapping[str, Any]) -> Config:
+    """A Config from nested dictionaries; raises ConfigError naming every unknown key with the nearest one, and every
+    value of a wrong type.
+    """
+    import pydantic  # noqa: PLC0415, only reading a file needs it: the trainer runs without
+
+    try:
+        return pydantic.TypeAdapter(Config).validate_python(tables)
+    except pydantic.ValidationError as invalid:
+        raise ConfigError("; ".join(_explain(error) for error in invalid.errors())) from invalid
+
+
+def unknown(name: str) -> str:
+    """One line about a setting that does not exist."""
+    tables = [table.name for table in fields(Config)]
+    known = list(names()) if "." in name else tables
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.0) if known else []
+    return f"unknown setting {name}: did you mean {near[0]}?"
+
+
+def check(config: Config, world: int) -> None:
+    """Raise ConfigError for what cannot run on `world` ranks: the first mistake, with its remedy."""
+    for mistake in (*_out_of_range(config), *_mesh_mistakes(config.mesh, world), *_model_mistakes(config.model)):
+        raise ConfigError(mistake)
+
+
+_POSITIVE = (
+    *("mesh.pp", "mesh.dp", "mesh.fsdp", "mesh.cp", "mesh.tp", "mesh.ep"),
+    *("model.vocab", "model.layers", "model.width", "model.heads", "model.kv_heads", "model.hidden", "model.rope_base"),
+    *("data.context", "train.steps", "train.batch", "train.microbatches", "train.timeout", "train.eps"),
+)
+_NOT_NEGATIVE = (
+    *("model.init_std", "train.lr", "train.warmup", "train.min_lr", "train.weight_decay", "train.momentum"),
+    *("train.clip", "train.evaluate_every", "train.sample"),
+)
+
+
+def _out_of_range(config: Config) -> Iterator[str]:
+    values = {name: getattr(getattr(config, name.split(".")[0]), name.split(".")[1]) for name in names()}
+    for name, value in values.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            yield f"{name}={value} is not a finite number"
+        elif name in _POSITIVE and value <= 0:
+            yield f"{name}={value} must be positive"
+        elif name in _NOT_NEGATIVE and value < 0:
+            yield f"{name}={value} must not be negative"
+    for name in ("model.dropout", "train.betas"):
+        if not all(0 <= value < 1 for value in np.atleast_1d(values[name])):
+            yield f"{name}={values[name]} must be at least 0 and less than 1"
+    if not 0 < config.data.validation < 1:
+        yield f"data.validation={config.data.validation} must be between 0 and 1"
+
+
+def _mesh_mistakes(mesh: MeshConfig, world: int) -> Iterator[str]:
+    sizes = {axis: getattr(mesh, axis) for axis in ("pp", "dp", "fsdp", "cp", "tp")}
+    if (ranks := math.prod(sizes.values())) != world:
+        product = " × ".join(f"{axis} {size}" for axis, size in sizes.items())
+        yield f"the mesh {product} makes {ranks} ranks, but {world} are started: change [mesh] or --nproc-per-node"
+    for axis, size in {**sizes, "ep": mesh.ep}.items():
+        if size > 1 and axis != "dp":
+            yield f"mesh.{axis}={size}: there is no strategy for {axis} yet; use mesh.{axis}=1 and mesh.dp"
+
+
+def _model_mistakes(model: ModelConfig) -> Iterator[str]:
+    if model.heads % model.kv_heads:
+        divisors = [d for d in range(1, model.heads + 1) if model.heads % d == 0]
+        yield f"model.kv_heads={model.kv_heads} does not divide model.heads={model.heads}; use one of {divisors}"
+    if model.width % (2 * model.heads):
+        yield f"model.width={model.width} is not an even multiple of model.heads={model.heads}: RoPE turns pairs"
+
+
+def tables(config: Any) -> dict[str, Any]:
+    """A configuration as nested dictionaries, as `validated` reads them."""
+    return {f.name: tables(value) if is_dataclass(value := getattr(config, f.name)) else value for f in fields(config)}
+
+
+def _explain(error: Mapping[str, Any]) -> str:
+    name = ".".join(str(part) for part in error["loc"])
+    if error["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
+        return unknown(name)
+    return f"{name}={error['input']!r}: {error['msg'][0].lower()}{error['msg'][1:]}"
+
+
+def _toml_value(text: str) -> Any:
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text

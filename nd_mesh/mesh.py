@@ -1,0 +1,99 @@
+"""The mesh: which rank stands where, and the groups along each axis.
+
+Axes from outer to inner: pp, dp, fsdp, cp, tp. Neighbouring ranks differ in tp first, so the axis that communicates
+most lies on the fastest links. ep is folded out of dp · fsdp · cp: the same ranks, seen as (expert_data, ep).
+
+Everything that says which ranks belong together is arithmetic on plain numbers, testable without ranks; `Mesh` adds the
+process groups, which all ranks make in one and the same order. Lecture: seed 000, "Process Group을 명시적으로 그린다" (its
+example groups of rank 0 do not fit its example mesh: with DP 8, TP 4, PP 2, CP 2 in the order above, rank 0's dp group
+is 0, 8, 16, … 56). PyTorch's counterpart: DeviceMesh.
+"""
+
+import math
+from collections import defaultdict
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+from collectives.runtime import Runtime
+from nd_mesh.config import MeshConfig
+
+AXES = ("pp", "dp", "fsdp", "cp", "tp")  # outer to inner
+
+# Each group holds the ranks that differ in these axes only.
+GROUPS = {
+    **{axis: (axis,) for axis in AXES},
+    "batch": ("dp", "fsdp"),  # each has rows of its own
+    "data": ("dp", "fsdp", "cp"),  # each has tokens of its own: gradients and token counts are sums over it
+}
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The arithmetic of a mesh of given sizes. Ranks and coordinates are counted from 0."""
+
+    sizes: MeshConfig
+
+    def size(self) -> int:
+        """The number of ranks."""
+        return math.prod(getattr(self.sizes, axis) for axis in AXES)
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """Where a rank stands, by axis; ep and expert_data are read off its place in dp · fsdp · cp."""
+        where = {}
+        rest = rank
+        for axis in reversed(AXES):
+            rest, where[axis] = divmod(rest, getattr(self.sizes, axis))
+        data = (where["dp"] * self.sizes.fsdp + where["fsdp"]) * self.sizes.cp + where["cp"]
+        where["expert_data"], where["ep"] = divmod(data, self.sizes.ep)
+        return where
+
+    def groups(self, name: str) -> list[tuple[int, ...]]:
+        """All groups of that name (one of GROUPS, ep or expert_data), each with its ranks in ascending order, sorted by
+        their first rank.
+        """
+        if name in ("ep", "expert_data"):
+            fixed = [axis for axis in ("pp", "tp", "expert_data", "ep") if axis != name]
+        else:
+            fixed = [axis for axis in AXES if axis not in GROUPS[name]]
+        ranks = defaultdict(list)
+        for rank in range(self.size()):
+            where = self.coordinates(rank)
+            ranks[tuple(where[axis] for axis in fixed)].append(rank)
+        return sorted(tuple(members) for members in ranks.values())
+
+    def rank_map(self) -> str:
+        """One line a rank with its coordinates on the axes that are cut."""
+        cut = [axis for axis in (*AXES, "ep") if getattr(self.sizes, axis) > 1]
+        lines = []
+        for rank in range(self.size()):
+            where = self.coordinates(rank)
+            lines.append(f"rank {rank:>3}  " + "  ".join(f"{axis} {where[axis]}" for axis in cut))
+        return "\n".join(line.rstrip() for line in lines)
+
+
+class Mesh:
+    """This rank's place and groups. Made collectively: every rank makes every group, its own or not, in the same order.
+    """
+
+    def __init__(self, sizes: MeshConfig, run: Runtime):
+        self.grid, self.run = Grid(sizes), run
+        self.coordinates = self.grid.coordinates(run.rank)
+        self._groups: dict[str, dist.ProcessGroup] = {}
+        for name in (*GROUPS, "ep", "expert_data"):
+            for members in self.grid.groups(name):
+                group = run.new_group(members)
+                if group is not None:
+                    self._groups[name] = group
+
+    def group(self, name: str) -> dist.ProcessGroup:
+        """This rank's group of that name: an axis, batch, data, ep or expert_data."""
+        return self._groups[name]
+
+    def rank(self, name: str) -> int:
+        """This rank's number in that group."""
+        return dist.get_rank(self.group(name))
+
+    def size(self, name: str) -> int:
+        """The number of ranks in that group."""
+        return dist.get_world_size(self.group(name))

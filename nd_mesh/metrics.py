@@ -1,0 +1,150 @@
+"""What a run shows and leaves behind: a line a person likes to watch, metrics.jsonl in full precision, curves as PNG, a
+bigram baseline.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from nd_mesh.data import Stream
+
+if TYPE_CHECKING:
+    from nd_mesh.train import Record
+
+
+class Report:
+    """Rank 0's view of a run, on the terminal and in the folder `out`. On other ranks it shows and writes nothing."""
+
+    def __init__(self, out: Path, steps: int, *, shown: bool):
+        from rich.console import Console  # noqa: PLC0415, an extra for the one who watches
+        from rich.progress import BarColumn, Progress, TextColumn  # noqa: PLC0415
+
+        self.out, self.steps, self.shown = out, steps, shown
+        self.console = Console(highlight=False, soft_wrap=True, quiet=not shown)
+        self.progress = Progress(
+            BarColumn(20), TextColumn("{task.description}"), console=self.console, disable=not shown
+        )
+        self.task = self.progress.add_task("", total=steps)
+        self.seconds = 0.0
+        if shown:
+            _keep_earlier(out)
+            out.mkdir(parents=True)
+            self.file = (out / "metrics.jsonl").open("w")
+
+    def say(self, text: str) -> None:
+        """A line that stays."""
+        self.console.print(text, markup=False)
+
+    def step(self, record: "Record") -> None:
+        """Move the progress line on, and write the record. About twenty lines of a run stay on the terminal."""
+        self._write(asdict(record))
+        self.seconds += record.seconds
+        left = self.seconds / record.step * (self.steps - record.step)
+        line = (
+            f"step {record.step:>{len(str(self.steps))}}/{self.steps}  loss {record.loss:.4f}  |g| {record.grad_norm:.3f}  "
+            f"lr {record.lr:.1e}  {record.tokens / record.seconds:,.0f} tokens/s  "
+            f"slowest rank {record.slowest:.2f} s, median {record.median:.2f} s  {_clock(left)} left"
+        )
+        if self.console.is_terminal:
+            self.progress.start()
+            self.progress.update(self.task, completed=record.step, description=line)
+        if record.step == 1 or record.step % max(1, self.steps // 20) == 0:
+            self.say(line)
+        if record.step == self.steps:
+            self.progress.stop()
+
+    def evaluation(self, step: int, loss: float) -> None:
+        """A validation loss after `step` steps, in nats a token."""
+        self._write({"step": step, "validation_loss": loss})
+        self.say(f"validation loss {loss:.4f} nats a token after {step} steps")
+
+    def sample(self, text: str) -> None:
+        """Text that the model made, shown and kept as sample.txt."""
+        self.say(f"a sample:\n{text}")
+        if self.shown:
+            (self.out / "sample.txt").write_text(text)
+
+    def close(self) -> None:
+        """Finish the files, and draw the curve where matplotlib is installed."""
+        if not self.shown:
+            return
+        self.file.close()
+        try:
+            plot([self.out], self.out / "loss.png")
+        except ImportError:
+            self.say("no loss.png: matplotlib is not installed")
+
+    def _write(self, record: dict) -> None:
+        if self.shown:
+            self.file.write(json.dumps(record) + "\n")
+            self.file.flush()
+
+
+def _keep_earlier(out: Path) -> None:
+    """Move an earlier run's folder aside: out.1 is the oldest."""
+    if out.exists():
+        number = next(n for n in range(1, 10**6) if not out.with_name(f"{out.name}.{n}").exists())
+        out.rename(out.with_name(f"{out.name}.{number}"))
+
+
+def _clock(seconds: float) -> str:
+    return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
+
+
+def read(run: Path) -> list[dict]:
+    """The records of a run's metrics.jsonl."""
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def plot(runs: Sequence[Path], to: Path) -> None:
+    """The loss curves of runs on top of each other, as PNG; where there are two or more, below them their distance from
+    the first.
+    """
+    import matplotlib  # noqa: PLC0415, an extra
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt  # noqa: PLC0415
+
+    rows = 1 if len(runs) == 1 else 2
+    figure, axes = plt.subplots(rows, 1, figsize=(8, 4 * rows), sharex=True, squeeze=False)
+    curves = [np.array([(r["step"], r["loss"]) for r in read(run) if "loss" in r]) for run in runs]
+    for i, (run, curve) in enumerate(zip(runs, curves, strict=True)):
+        axes[0, 0].plot(
+            curve[:, 0], curve[:, 1], label=run.name, linewidth=3 if i == 0 else 1, alpha=0.5 if i == 0 else 1
+        )
+        if i:
+            both = min(len(curve), len(curves[0]))
+            axes[1, 0].semilogy(
+                curve[:both, 0],
+                np.abs(curve[:both, 1] - curves[0][:both, 1]) + 1e-12,
+                label=f"|{run.name} − {runs[0].name}|",
+            )
+            axes[1, 0].set_ylabel("difference, nats")
+            axes[1, 0].legend()
+    axes[0, 0].set_ylabel("training loss, nats a token")
+    axes[0, 0].legend()
+    axes[-1, 0].set_xlabel("step")
+    figure.tight_layout()
+    figure.savefig(to, dpi=120)
+    plt.close(figure)
+
+
+def bigram_loss(train: Stream, validation: Stream, vocab: int) -> float:
+    """The validation loss, nats a token, of the model that knows only the token before: counts of the training stream
+    plus one.
+    """
+    counts = np.ones((vocab, vocab))
+    np.add.at(counts, _pairs(train), 1)
+    log_chance = np.log(counts / counts.sum(1, keepdims=True))
+    return float(-log_chance[_pairs(validation)].mean())
+
+
+def _pairs(stream: Stream) -> tuple[np.ndarray, np.ndarray]:
+    """Each token and the next, within documents."""
+    inside = np.ones(len(stream.tokens) - 1, dtype=bool)
+    inside[stream.starts[1:] - 1] = False
+    return stream.tokens[:-1][inside], stream.tokens[1:][inside]

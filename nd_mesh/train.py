@@ -1,0 +1,198 @@
+"""The trainer: a step is read, computed, reduced, clipped, applied. It knows the mesh by its groups and the strategies
+by their handle.
+
+A run is a function of its config and its seed: weights, masks, rows and loss are the same on every mesh, so its curves
+lie on each other.
+"""
+
+import contextlib
+import math
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from collectives import comm
+from collectives.norm import clip, grad_norm
+from collectives.runtime import Runtime
+from nd_mesh import data, metrics
+from nd_mesh.config import Config, TrainConfig
+from nd_mesh.mesh import AXES, Mesh
+from nd_mesh.model import GPT, IGNORE
+from nd_mesh.parallelize import parallelize
+from nd_mesh.sample import generate
+
+
+@dataclass(frozen=True)
+class Record:
+    """What one step did: the same numbers on every rank."""
+
+    step: int  # counted from 1
+    loss: float  # nats a token, over the valid tokens of the global batch
+    tokens: int  # valid ones
+    grad_norm: float  # before clipping
+    lr: float
+    seconds: float  # of the whole step
+    slowest: float  # seconds of forward and backward on the rank that took longest, before it waits for the others
+    median: float  # the same, of the median rank
+
+
+def learning_rate(train: TrainConfig, step: int) -> float:
+    """The rate of step `step`, counted from 0: linear warm-up, then a cosine down to min_lr · lr."""
+    if step < train.warmup:
+        return train.lr * (step + 1) / train.warmup
+    progress = (step - train.warmup) / max(1, train.steps - train.warmup)
+    return train.lr * (train.min_lr + (1 - train.min_lr) * 0.5 * (1 + math.cos(math.pi * progress)))
+
+
+class Trainer:
+    """One rank's trainer. Building it is collective over the world, and so is every method but `rows`."""
+
+    def __init__(self, config: Config, train: data.Stream, validation: data.Stream, run: Runtime):
+        self.config, self.train_stream, self.validation_stream, self.run = config, train, validation, run
+        self.mesh = Mesh(config.mesh, run)
+        with torch.device("meta"):
+            self.model = GPT(config.model, config.train.seed).to(getattr(torch, config.train.dtype))
+        self.handle = parallelize(self.model, config, self.mesh, run.device)
+        self.optimizer = self._make_optimizer()
+
+    def _make_optimizer(self) -> torch.optim.Optimizer:
+        train, params = self.config.train, self.handle.parameters()
+        groups = [
+            {"params": [p for p in params if p.held.decay], "weight_decay": train.weight_decay},
+            {"params": [p for p in params if not p.held.decay], "weight_decay": 0.0},
+        ]
+        if train.optimizer == "sgd":
+            return torch.optim.SGD(groups, lr=train.lr, momentum=train.momentum)
+        return torch.optim.AdamW(groups, lr=train.lr, betas=train.betas, eps=train.eps, fused=True)
+
+    def step(self, step: int) -> Record:
+        """Do step `step`, counted from 0."""
+        began = time.perf_counter()
+        loss, count, busy = self.gradients(step)
+        norm, lr = self.update(step, count)
+        slowest, median = self._over_ranks(busy)
+        return Record(step + 1, loss, count, norm, lr, time.perf_counter() - began, slowest, median)
+
+    def gradients(self, step: int) -> tuple[float, int, float]:
+        """Forward and backward of global batch `step`. Returns its loss, its valid tokens and this rank's seconds of
+        work.
+
+        After: the parameters' gradients are those of the whole batch's loss, reduced, before clipping.
+        """
+        began = time.perf_counter()
+        self.optimizer.zero_grad()
+        batches = list(self.rows(step))
+        count = torch.stack([(batch.labels != IGNORE).sum() for batch in batches]).sum()
+        counting = comm.all_reduce(count, group=self.mesh.group("data"), async_op=True)
+        total = torch.zeros((), dtype=torch.float64, device=self.run.device)
+        for i, batch in enumerate(batches):
+            last = i == len(batches) - 1
+            with contextlib.nullcontext() if last else self.handle.no_sync():
+                hidden = self.model(batch.ids, batch.where)
+                counting.wait()
+                # IDEA: loss = Σ token losses / Σ valid tokens, both over all ranks and microbatches; never a mean of means.
+                loss = self.model.loss(hidden, batch.labels) / count.clamp(min=1)
+                loss.backward()
+            total += loss.detach()
+        busy = time.perf_counter() - began
+        self.handle.finish()
+        comm.all_reduce(total, group=self.mesh.group("data"), ordered=True)
+        return total.item(), int(count), busy
+
+    def rows(self, step: int) -> list[data.Batch]:
+        """This rank's microbatches of global batch `step`, on its device."""
+        train = self.config.train
+        deal = {"parts": self.mesh.size("batch"), "part": self.mesh.rank("batch"), "split": train.microbatches}
+        batches = data.microbatches(self.train_stream, seed=train.seed, step=step, batch=train.batch, **deal)
+        return [batch.to(self.run.device) for batch in batches]
+
+    def update(self, step: int, count: int) -> tuple[float, float]:
+        """Clip, and move the parameters. Returns the norm before clipping and the rate. A batch without a valid token
+        moves nothing.
+        """
+        params, lr = self.handle.parameters(), learning_rate(self.config.train, step)
+        norm = grad_norm(params, group=self.run.world)
+        if count:
+            if self.config.train.clip:
+                clip(params, norm, self.config.train.clip)
+            for group in self.optimizer.param_groups:
+                group["lr"] = lr
+            self.optimizer.step()
+            self.handle.after_step()
+        return norm.item(), lr
+
+    @torch.no_grad()
+    def evaluate(self) -> float:
+        """The loss over the whole validation stream, nats a token; the same on every rank."""
+        self.model.eval()
+        stream, rows = self.validation_stream, self.config.train.batch
+        mine = data.deal(range(stream.samples), self.mesh.size("batch"), self.mesh.rank("batch"))
+        total = torch.zeros(2, dtype=torch.float64, device=self.run.device)  # loss, valid tokens
+        rounds = -(
+            -stream.samples // (rows * self.mesh.size("batch"))
+        )  # the same on every rank: forward may communicate
+        for i in range(rounds):
+            samples = torch.tensor(data.deal(mine, rounds, i), dtype=torch.int64)
+            batch = data.make_batch(stream, 0, samples, samples).to(self.run.device)
+            total[0] += self.model.loss(self.model(batch.ids, batch.where), batch.labels)
+            total[1] += (batch.labels != IGNORE).sum()
+        comm.all_reduce(total, group=self.mesh.group("data"), ordered=True)
+        self.model.train()
+        return (total[0] / total[1].clamp(min=1)).item()
+
+    def _over_ranks(self, seconds: float) -> tuple[float, float]:
+        mine = torch.tensor([seconds], dtype=torch.float64, device=self.run.device)
+        everyone = torch.empty(self.run.size, dtype=torch.float64, device=self.run.device)
+        comm.all_gather_single(everyone, mine, group=self.run.world)
+        return everyone.max().item(), everyone.median().item()
+
+
+def train(config: Config, training: data.Stream, validation: data.Stream, run: Runtime) -> None:
+    """The whole run: build, step, evaluate, write a sample. Collective over the world; rank 0 reports."""
+    out = Path(config.train.out)
+    trainer = Trainer(config, training, validation, run)
+    report = metrics.Report(out, config.train.steps, shown=run.rank == 0)
+    for line in describe(trainer):
+        report.say(line)
+    began = time.perf_counter()
+    for step in range(config.train.steps):
+        record = trainer.step(step)
+        report.step(record)
+        every = config.train.evaluate_every
+        if record.step == config.train.steps or (every and record.step % every == 0):
+            report.evaluation(record.step, trainer.evaluate())
+    report.say(f"trained for {time.perf_counter() - began:.0f} s, evaluation included")
+    if config.model.vocab <= 1024:  # a table of vocab² counts
+        report.say(
+            f"bigram model of the same split: {metrics.bigram_loss(training, validation, config.model.vocab):.4f}"
+        )
+    if config.data.format == "text":
+        ask = {"context": config.data.context, "seed": config.train.seed, "temperature": 0.8}
+        text = generate(trainer.model, list(config.train.prompt.encode()), config.train.sample, **ask)
+        report.sample(bytes(text).decode(errors="replace"))
+    report.close()
+
+
+def describe(trainer: Trainer) -> list[str]:
+    """What a run is, before its first step: mesh and rank map, model, data, and an uneven deal of rows."""
+    config, run = trainer.config, trainer.run
+    axes = " × ".join(f"{axis} {getattr(config.mesh, axis)}" for axis in AXES)
+    parameters = sum(param.numel() for param in trainer.handle.parameters())
+    stream, held_out = trainer.train_stream, trainer.validation_stream
+    lines = [
+        f"{run.size} ranks, {run.backend} on {run.device.type}, {config.train.dtype}, mesh {axes}",
+        *([trainer.mesh.grid.rank_map()] if run.size > 1 else []),
+        f"{parameters / 1e6:.2f} M parameters on this rank",
+        f"{len(stream.tokens):,} training tokens in {len(stream.starts):,} documents, {len(held_out.tokens):,} for validation",
+        f"{config.train.batch} rows of {config.data.context} tokens a step, {config.train.steps} steps: "
+        f"{config.train.steps * config.train.batch / stream.samples:.2f} epochs",
+    ]
+    parts = trainer.mesh.size("batch")
+    if config.train.batch % (parts * config.train.microbatches):
+        shares = [len(data.deal(range(config.train.batch), parts, part)) for part in range(parts)]
+        lines.append(
+            f"the rows are dealt unevenly: {shares} a rank, each into {config.train.microbatches} microbatches"
+        )
+    return lines

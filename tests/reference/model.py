@@ -1,0 +1,94 @@
+"""The decoder as a function of a dict of weights, dense and without a single shortcut.
+
+Weights are named as in the model under test and have F.linear's shape [out, in]. Without `head.weight` the two ends
+are tied. B rows, T slots, D width, H heads, K head size, F hidden, V vocabulary.
+"""
+
+import math
+
+import torch
+
+from tests.reference import rng
+from tests.reference.data import IGNORED
+
+
+def forward(weights, ids, docs, positions, *, heads, kv_heads, dropout=0.0, seed=0, step=0, numbers=None):
+    """Logits [B, T, V] of the rows `ids`. Dropout needs the seed, the step and the samples' numbers [B]."""
+
+    def drop(x, name):
+        if dropout == 0:
+            return x
+        _, T, width = x.shape
+        rows = numbers[:, None] * T + torch.arange(T)  # [B, T]
+        kept = rng.keep(rng.key(seed, "dropout", name, step), rows.numpy(), width, dropout)  # [B, T, D]
+        return x * torch.from_numpy(kept) * rng.scale(dropout)
+
+    x = drop(weights["embed.weight"][ids], "embed")  # [B, T, D]
+    for i in range(layer_count(weights)):
+        w = {part: weights[f"blocks.{i}.{part}.weight"] for part in PARTS}
+
+        h = rmsnorm(x, w["attend_norm"])
+        q = split_heads(h @ w["q"].T, heads)  # [B, H, T, K]
+        k = split_heads(h @ w["k"].T, kv_heads)  # [B, Hkv, T, K]
+        v = split_heads(h @ w["v"].T, kv_heads)
+        a = attention(rotate(q, positions), rotate(k, positions), v, docs)  # [B, T, H·K]
+        x = x + drop(a @ w["o"].T, f"blocks.{i}.attend")
+
+        h = rmsnorm(x, w["ffn_norm"])
+        h = silu(h @ w["ffn.gate"].T) * (h @ w["ffn.up"].T)  # [B, T, F]
+        x = x + drop(h @ w["ffn.down"].T, f"blocks.{i}.ffn")
+
+    head = weights.get("head.weight", weights["embed.weight"])
+    return rmsnorm(x, weights["norm.weight"]) @ head.T
+
+
+PARTS = ["attend_norm", "q", "k", "v", "o", "ffn_norm", "ffn.gate", "ffn.up", "ffn.down"]
+
+
+def layer_count(weights):
+    return sum(name.endswith("attend_norm.weight") for name in weights)
+
+
+def rmsnorm(x, weight):
+    return x / torch.sqrt((x * x).mean(-1, keepdim=True) + 1e-5) * weight
+
+
+def silu(x):
+    return x / (1 + torch.exp(-x))
+
+
+def split_heads(x, heads):
+    """[B, T, heads·K] -> [B, heads, T, K]."""
+    B, T, width = x.shape
+    return x.reshape(B, T, heads, width // heads).transpose(1, 2)
+
+
+def rotate(x, positions):
+    """RoPE: dims c and c + K/2 of each head are turned together, by position · 10000^(-2c/K)."""
+    K = x.shape[-1]
+    c = torch.arange(K // 2, dtype=torch.float64)
+    angle = positions[:, None, :, None] * 10000 ** (-2 * c / K)  # [B, 1, T, K/2]
+    cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
+    a, b = x[..., : K // 2], x[..., K // 2 :]
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
+
+
+def attention(q, k, v, docs):
+    """Each query sees the keys of its own document up to its own slot: [B, H, T, K] -> [B, T, H·K]."""
+    B, H, T, K = q.shape
+    shared_by = H // k.shape[1]  # query head h uses KV head h // shared_by
+    k = k.repeat_interleave(shared_by, dim=1)
+    v = v.repeat_interleave(shared_by, dim=1)
+
+    slot = torch.arange(T)
+    visible = (docs[:, :, None] == docs[:, None, :]) & (slot[:, None] >= slot[None, :])  # [B, T, T]
+    scores = q @ k.transpose(-1, -2) / math.sqrt(K)  # [B, H, T, T]
+    probabilities = scores.masked_fill(~visible[:, None], -math.inf).softmax(-1)
+    return (probabilities @ v).transpose(1, 2).reshape(B, T, H * K)
+
+
+def loss_sum(logits, labels):
+    """The cross-entropy in nats, summed over the slots that have a label."""
+    valid = labels != IGNORED
+    logits, labels = logits[valid], labels[valid]  # [valid, V], [valid]
+    return (logits.logsumexp(-1) - logits[torch.arange(len(labels)), labels]).sum()
