@@ -236,7 +236,7 @@ def _check_tensor(name: str, entries: list, members: list[int]) -> None:
         for label, peers in sums.items():
             if wrong := [peer for peer in peers if held_by.get(peer) != boxes]:
                 raise ValueError(
-                    f"{name}: rank {members[rank]} sums over {label} with ranks {wrong}, which do not hold the same boxes"
+                    f"{name}: rank {members[rank]} sums over {label} with ranks {wrong}, which hold other boxes"
                 )
 
 
@@ -255,9 +255,7 @@ def check_copies(tensors: Iterable[tuple[Held, Tensor]], group: dist.ProcessGrou
     for (name, _), by_rank in seen.items():
         first = next(iter(by_rank.values()))
         if different := [rank for rank, digest in by_rank.items() if digest != first]:
-            raise RuntimeError(
-                f"{name}: ranks {different} of the group differ in bits from rank {next(iter(by_rank))}, which holds the same boxes"
-            )
+            raise RuntimeError(f"{name}: ranks {different} differ in bits from rank {next(iter(by_rank))}, same boxes")
 
 
 def _digest(tensor: Tensor) -> str:

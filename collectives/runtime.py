@@ -13,6 +13,7 @@ import contextlib
 import multiprocessing
 import multiprocessing.connection
 import os
+import signal
 import socket
 import sys
 import threading
@@ -47,7 +48,7 @@ def place() -> Place:
         return Place(rank=0, size=1, local_rank=0, local_size=1)
     if missing:
         raise ValueError(
-            f"{', '.join(missing)} not set although other variables of a launcher are; use torchrun, or unset all of {names}"
+            f"{', '.join(missing)} not set, other variables of a launcher are: use torchrun, or unset all of {names}"
         )
     size = int(os.environ["WORLD_SIZE"])
     return Place(
@@ -65,23 +66,22 @@ class Runtime:
     backend: str
     timeout: timedelta
     world: dist.ProcessGroup
-    groups: dict[tuple[int, ...], dist.ProcessGroup] = field(default_factory=dict)
+    groups: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup] = field(default_factory=dict)
 
-    def new_group(self, ranks: Sequence[int]) -> dist.ProcessGroup | None:
+    def new_group(self, ranks: Sequence[int], label: str = "") -> dist.ProcessGroup | None:
         """The group of these global ranks, in ascending order; None on a rank that is no member.
 
-        Collective over the world: every rank calls it, members or not, all in the same order. The same ranks give the
-        same group again.
+        Collective over the world: every rank calls it, members or not, all in the same order. The same ranks and label
+        give the same group again; another label gives a second one (a pipeline needs one for each direction).
         """
         members = tuple(ranks)
         if members != tuple(sorted(set(members))):
             raise ValueError(f"group ranks {members} must be in ascending order and distinct")
-        if members not in self.groups:
-            whole = members == tuple(range(self.size))
-            self.groups[members] = (
-                self.world if whole else dist.new_group(members, timeout=self.timeout, backend=self.backend)
-            )
-        return self.groups[members] if self.rank in members else None
+        if (label, members) not in self.groups:
+            whole = not label and members == tuple(range(self.size))
+            group = self.world if whole else dist.new_group(members, timeout=self.timeout, backend=self.backend)
+            self.groups[label, members] = group
+        return self.groups[label, members] if self.rank in members else None
 
 
 @contextlib.contextmanager
@@ -94,7 +94,7 @@ def start(*, timeout: float = 600.0, device: str | None = None, backend: str | N
     (In a world of one the exception simply goes on.)
     """
     here = place()
-    where = torch.device(device) if device else _own_device(here)
+    where = _own_device(here) if device in (None, "cuda") else torch.device(device)
     backend = backend or ("nccl" if where.type == "cuda" else "gloo")
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // here.local_size))
     if where.type == "cuda":
@@ -120,7 +120,7 @@ def _own_device(here: Place) -> torch.device:
         return torch.device("cpu")
     if here.local_rank >= torch.cuda.device_count():
         raise ValueError(
-            f"local rank {here.local_rank} has no GPU: this machine has {torch.cuda.device_count()}; start at most as many ranks"
+            f"local rank {here.local_rank} has no GPU, this machine has {torch.cuda.device_count()}: start fewer ranks"
         )
     return torch.device("cuda", here.local_rank)
 
@@ -138,45 +138,48 @@ def _leave(rank: int, failure: BaseException) -> NoReturn:
     os._exit(1)
 
 
-def launch(main: Callable[[], object], ranks: int) -> int:
-    """Run `main` in this many new local processes, with torchrun's variables set, and wait; the exit status: 0 when all
-    ended with 0.
+def launch(main: Callable[[], int | None], ranks: int) -> int:
+    """Run `main` in this many new local processes, with torchrun's variables set; the exit status, 0 when all ended so.
 
-    The first rank that fails takes the others with it. They are forked, so torch is imported once; do not call it after
-    CUDA is in use.
+    The first rank that fails takes the others with it. The ranks are forks, so torch is imported once: call it before
+    anything is computed, since neither OpenMP's threads nor CUDA survive a fork.
     """
-    alive_reader, alive_writer = (
-        os.pipe()
-    )  # only this process keeps the writing end: its end of file tells the ranks that we are gone
+    # Only this process keeps the writing end open: when it ends, however it ends, the ranks read an end of file.
+    reader, writer = os.pipe()
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         port = probe.getsockname()[1]
     shared = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "localhost", "MASTER_PORT": port}
 
     def rank_main(rank: int) -> None:
-        os.close(alive_writer)
-        threading.Thread(target=lambda: (os.read(alive_reader, 1), os._exit(1)), daemon=True).start()
+        os.close(writer)
+        threading.Thread(target=lambda: (os.read(reader, 1), os._exit(1)), daemon=True).start()
         os.environ.update({name: str(value) for name, value in {**shared, "RANK": rank, "LOCAL_RANK": rank}.items()})
-        main()
+        sys.exit(main())
 
     context = multiprocessing.get_context("fork")
     processes = [context.Process(target=rank_main, args=(rank,)) for rank in range(ranks)]
     try:
         for process in processes:
             process.start()
-        running = set(processes)
-        while running and all(process.exitcode in (None, 0) for process in processes):
-            multiprocessing.connection.wait([process.sentinel for process in running])
-            running = {process for process in running if process.exitcode is None}
-        failed = [(rank, process.exitcode) for rank, process in enumerate(processes) if process.exitcode]
-        for rank, code in failed:
-            if code < 0:
-                print(f"rank {rank} was killed by signal {-code}", file=sys.stderr)
-        return 1 if failed else 0
+        return _watch(processes)
     finally:
         for process in processes:
-            if process.pid is not None and process.is_alive():
+            if process.pid is not None:
                 process.kill()
                 process.join()
-        os.close(alive_writer)
-        os.close(alive_reader)
+        os.close(writer)
+        os.close(reader)
+
+
+def _watch(processes: Sequence[multiprocessing.process.BaseProcess]) -> int:
+    """Wait until all have ended well, or until one has not; the exit status."""
+    while all(process.exitcode in (None, 0) for process in processes):
+        running = [process.sentinel for process in processes if process.exitcode is None]
+        if not running:
+            return 0
+        multiprocessing.connection.wait(running)
+    for rank, process in enumerate(processes):
+        if process.exitcode is not None and process.exitcode < 0:
+            print(f"rank {rank} was killed by {signal.Signals(-process.exitcode).name}", file=sys.stderr)
+    return 1

@@ -6,9 +6,9 @@ stay equal. Cost a step, for n bytes of gradients on P ranks: 2n(P-1)/P bytes se
 (the fault that buckets mend), nothing of it beside backward (the fault that hooks mend). Memory: parameters, gradients
 and optimizer state in full on every rank.
 
-Lecture: seed 002, "Naive DDP"; seed 000, "DDP의 기본 동작". (The lecture says PyTorch's DDP is exactly this; PyTorch's has
-buckets and overlap: Li et al. 2020, "PyTorch Distributed".) Left out: buckets, overlap, buffers that change in
-training.
+Lectures A, "DDP의 기본 동작", and B, "Naive DDP" (docs/notation.md), which says that PyTorch's DDP is exactly this;
+that one has buckets and overlap (Li et al. 2020, "PyTorch Distributed"). Left out: buckets, overlap, and buffers that
+change in training.
 """
 
 import contextlib

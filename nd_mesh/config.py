@@ -51,7 +51,6 @@ class ModelConfig(_Strict):
     dropout: float = 0.0
     tied: bool = False  # the head's matrix is the embedding's
     rope_base: float = 10_000.0
-    init_std: float = 0.02
 
 
 @dataclass(frozen=True)
@@ -115,8 +114,7 @@ def names() -> dict[str, type]:
 
 
 def load(path: str | Path, overrides: Mapping[str, str]) -> Config:
-    """The configuration in a TOML file, with dotted names overridden by text as typed; raises ConfigError, in one line.
-    """
+    """The configuration in a TOML file, dotted names overridden by text as typed; raises ConfigError, in one line."""
     try:
         tables = tomllib.loads(Path(path).read_text())
     except OSError as error:
@@ -132,7 +130,7 @@ def load(path: str | Path, overrides: Mapping[str, str]) -> Config:
 
 
 def validated(tables: Mapping[str, Any]) -> Config:
-    """A Config from nested dictionaries; raises ConfigError naming every unknown key with the nearest one, and every
+    """A Config from nested dictionaries; raises ConfigError naming each unknown key with the nearest one, and each
     value of a wrong type.
     """
     import pydantic  # noqa: PLC0415, only reading a file needs it: the trainer runs without
@@ -144,11 +142,11 @@ def validated(tables: Mapping[str, Any]) -> Config:
 
 
 def unknown(name: str) -> str:
-    """One line about a setting that does not exist."""
+    """One line about a setting that does not exist: the same name in another table, or else the name most like it."""
+    elsewhere = [known for known in names() if known.split(".")[1] == name.rsplit(".", 1)[-1]]
     tables = [table.name for table in fields(Config)]
-    known = list(names()) if "." in name else tables
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.0) if known else []
-    return f"unknown setting {name}: did you mean {near[0]}?"
+    [near] = elsewhere[:1] or difflib.get_close_matches(name, [*names(), *tables], n=1, cutoff=0.0)
+    return f"unknown setting {name}: did you mean {near}?"
 
 
 def check(config: Config, world: int) -> None:
@@ -163,7 +161,7 @@ _POSITIVE = (
     *("data.context", "train.steps", "train.batch", "train.microbatches", "train.timeout", "train.eps"),
 )
 _NOT_NEGATIVE = (
-    *("model.init_std", "train.lr", "train.warmup", "train.min_lr", "train.weight_decay", "train.momentum"),
+    *("train.lr", "train.warmup", "train.min_lr", "train.weight_decay", "train.momentum"),
     *("train.clip", "train.evaluate_every", "train.sample"),
 )
 

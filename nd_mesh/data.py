@@ -6,7 +6,7 @@ attention does not cross them; the last, short sample is padded and masked. The 
 permutation(j mod n) of epoch j div n: the global batch of a step is a function of (seed, step), a rank reads only its
 rows of it, and the whole state of the reader is one integer.
 
-PyTorch's counterpart: DistributedSampler and DataLoader. Lecture: seed 000, "Distributed Sampler의 함정". Left out:
+PyTorch's counterpart: DistributedSampler and DataLoader. Lecture A, "Distributed Sampler의 함정". Left out:
 streams that grow, mixtures of sources, workers that read ahead (a sample is a slice of memory here).
 """
 
@@ -116,9 +116,7 @@ def load(config: DataConfig, vocab: int) -> tuple[Stream, Stream]:
     tokens, starts = _read_text(config) if config.format == "text" else _read_tokens(config)
     if len(tokens) and (largest := int(tokens.max())) >= vocab:
         where = int(np.argmax(tokens == largest))
-        raise ConfigError(
-            f"{config.path}: token {largest} at {where} is out of the vocabulary of model.vocab={vocab}; raise model.vocab to {largest + 1}"
-        )
+        raise ConfigError(f"{config.path}: token {largest} at {where} is out of model.vocab={vocab}; use {largest + 1}")
     cut = round(len(tokens) * (1 - config.validation))
     if cut < 2 or len(tokens) - cut < 2:
         raise ConfigError(

@@ -4,7 +4,7 @@ Axes from outer to inner: pp, dp, fsdp, cp, tp. Neighbouring ranks differ in tp 
 most lies on the fastest links. ep is folded out of dp · fsdp · cp: the same ranks, seen as (expert_data, ep).
 
 Everything that says which ranks belong together is arithmetic on plain numbers, testable without ranks; `Mesh` adds the
-process groups, which all ranks make in one and the same order. Lecture: seed 000, "Process Group을 명시적으로 그린다" (its
+process groups, which all ranks make in one and the same order. Lecture A, "Process Group을 명시적으로 그린다" (its
 example groups of rank 0 do not fit its example mesh: with DP 8, TP 4, PP 2, CP 2 in the order above, rank 0's dp group
 is 0, 8, 16, … 56). PyTorch's counterpart: DeviceMesh.
 """
@@ -73,8 +73,7 @@ class Grid:
 
 
 class Mesh:
-    """This rank's place and groups. Made collectively: every rank makes every group, its own or not, in the same order.
-    """
+    """This rank's place and groups. Made collectively: every rank makes every group, its own or not, in one order."""
 
     def __init__(self, sizes: MeshConfig, run: Runtime):
         self.grid, self.run = Grid(sizes), run

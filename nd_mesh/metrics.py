@@ -4,16 +4,26 @@ bigram baseline.
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from nd_mesh.data import Stream
 
-if TYPE_CHECKING:
-    from nd_mesh.train import Record
+
+@dataclass(frozen=True)
+class Record:
+    """What one step did: the same numbers on every rank."""
+
+    step: int  # counted from 1
+    loss: float  # nats a token, over the valid tokens of the global batch
+    tokens: int  # valid ones
+    grad_norm: float  # before clipping
+    lr: float
+    seconds: float  # of the whole step
+    slowest: float  # seconds of forward and backward on the rank that took longest, before it waits for the others
+    median: float  # the same, of the median rank
 
 
 class Report:
@@ -39,14 +49,14 @@ class Report:
         """A line that stays."""
         self.console.print(text, markup=False)
 
-    def step(self, record: "Record") -> None:
+    def step(self, record: Record) -> None:
         """Move the progress line on, and write the record. About twenty lines of a run stay on the terminal."""
         self._write(asdict(record))
         self.seconds += record.seconds
         left = self.seconds / record.step * (self.steps - record.step)
         line = (
-            f"step {record.step:>{len(str(self.steps))}}/{self.steps}  loss {record.loss:.4f}  |g| {record.grad_norm:.3f}  "
-            f"lr {record.lr:.1e}  {record.tokens / record.seconds:,.0f} tokens/s  "
+            f"step {record.step:>{len(str(self.steps))}}/{self.steps}  loss {record.loss:.4f}  "
+            f"|g| {record.grad_norm:.3f}  lr {record.lr:.1e}  {record.tokens / record.seconds:,.0f} tokens/s  "
             f"slowest rank {record.slowest:.2f} s, median {record.median:.2f} s  {_clock(left)} left"
         )
         if self.console.is_terminal:

@@ -8,7 +8,6 @@ token must know about its place comes in `where`.
 Sources: Touvron et al. 2023 (Llama); Su et al. 2021 (RoPE); Ainslie et al. 2023 (GQA); Shazeer 2020 (SwiGLU).
 """
 
-import math
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -147,13 +146,21 @@ class GPT(nn.Module):
         )
 
     def init_rule(self, name: str) -> Normal | Constant:
-        """How the parameter of this global name starts; projections into the residual stream are smaller by its 2L
-        additions (GPT-2).
+        """How the parameter of this global name starts: every matrix keeps the size of what it multiplies.
+
+        Projections into the residual stream are smaller by its 2L additions (GPT-2), the head's start near zero (Yang
+        et al. 2021); an embedding that is the head's matrix too is smaller than one that is not.
         """
+        config = self.config
         if name.endswith("norm.weight"):
             return Constant(1.0)
+        if name == "embed.weight":
+            return Normal(config.width**-0.5 if config.tied else 1.0)
+        if name == "head.weight":
+            return Normal(1 / config.width)
+        inputs = config.hidden if name.endswith("down.weight") else config.width
         into_stream = name.endswith(("o.weight", "down.weight"))
-        return Normal(self.config.init_std / math.sqrt(2 * self.config.layers) if into_stream else self.config.init_std)
+        return Normal((inputs * (2 * config.layers if into_stream else 1)) ** -0.5)
 
     def decay_rule(self, name: str) -> bool:
         """Weight decay acts on matrices only."""

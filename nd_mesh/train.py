@@ -8,7 +8,6 @@ lie on each other.
 import contextlib
 import math
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -19,23 +18,10 @@ from collectives.runtime import Runtime
 from nd_mesh import data, metrics
 from nd_mesh.config import Config, TrainConfig
 from nd_mesh.mesh import AXES, Mesh
+from nd_mesh.metrics import Record
 from nd_mesh.model import GPT, IGNORE
 from nd_mesh.parallelize import parallelize
 from nd_mesh.sample import generate
-
-
-@dataclass(frozen=True)
-class Record:
-    """What one step did: the same numbers on every rank."""
-
-    step: int  # counted from 1
-    loss: float  # nats a token, over the valid tokens of the global batch
-    tokens: int  # valid ones
-    grad_norm: float  # before clipping
-    lr: float
-    seconds: float  # of the whole step
-    slowest: float  # seconds of forward and backward on the rank that took longest, before it waits for the others
-    median: float  # the same, of the median rank
 
 
 def learning_rate(train: TrainConfig, step: int) -> float:
@@ -92,7 +78,7 @@ class Trainer:
             with contextlib.nullcontext() if last else self.handle.no_sync():
                 hidden = self.model(batch.ids, batch.where)
                 counting.wait()
-                # IDEA: loss = Σ token losses / Σ valid tokens, both over all ranks and microbatches; never a mean of means.
+                # IDEA: loss = Σ token losses / Σ valid tokens, both over all ranks and microbatches, no mean of means.
                 loss = self.model.loss(hidden, batch.labels) / count.clamp(min=1)
                 loss.backward()
             total += loss.detach()
@@ -185,14 +171,13 @@ def describe(trainer: Trainer) -> list[str]:
         f"{run.size} ranks, {run.backend} on {run.device.type}, {config.train.dtype}, mesh {axes}",
         *([trainer.mesh.grid.rank_map()] if run.size > 1 else []),
         f"{parameters / 1e6:.2f} M parameters on this rank",
-        f"{len(stream.tokens):,} training tokens in {len(stream.starts):,} documents, {len(held_out.tokens):,} for validation",
+        f"{len(stream.tokens):,} training tokens in {len(stream.starts):,} documents, "
+        f"{len(held_out.tokens):,} for validation",
         f"{config.train.batch} rows of {config.data.context} tokens a step, {config.train.steps} steps: "
         f"{config.train.steps * config.train.batch / stream.samples:.2f} epochs",
     ]
     parts = trainer.mesh.size("batch")
     if config.train.batch % (parts * config.train.microbatches):
         shares = [len(data.deal(range(config.train.batch), parts, part)) for part in range(parts)]
-        lines.append(
-            f"the rows are dealt unevenly: {shares} a rank, each into {config.train.microbatches} microbatches"
-        )
+        lines.append(f"rows are dealt unevenly: {shares} a rank, each over {config.train.microbatches} microbatches")
     return lines

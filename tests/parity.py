@@ -66,11 +66,15 @@ def reference(config: Config, weights: dict[str, Tensor], documents: list[np.nda
     """The same steps by the reference, from these weights."""
     model, train = config.model, config.train
     return loop.run(
-        weights, documents, T=config.data.context, B=train.batch, steps=steps, seed=train.seed, heads=model.heads, kv_heads=model.kv_heads,
-        tied=model.tied, lr=train.lr, total_steps=train.steps, optimizer=train.optimizer, dropout=model.dropout, warmup=train.warmup,
-        min_lr_ratio=train.min_lr, weight_decay=train.weight_decay, betas=train.betas, eps=train.eps, momentum=train.momentum,
+        weights,
+        documents,
+        steps=steps,
+        **{"T": config.data.context, "B": train.batch, "seed": train.seed, "total_steps": train.steps},
+        **{"heads": model.heads, "kv_heads": model.kv_heads, "tied": model.tied, "dropout": model.dropout},
+        **{"optimizer": train.optimizer, "lr": train.lr, "warmup": train.warmup, "min_lr_ratio": train.min_lr},
+        **{"weight_decay": train.weight_decay, "betas": train.betas, "eps": train.eps, "momentum": train.momentum},
         clip=train.clip or None,
-    )  # fmt: skip
+    )
 
 
 def judge(initial: dict[str, Tensor], ours: list[Any], reference: list[Any]) -> dict[str, float]:

@@ -85,8 +85,9 @@ def _combine(output: Tensor, parts: Sequence[Tensor], op: Any) -> None:
     low = output.dtype in (torch.float16, torch.bfloat16)
     total = parts[0].float() if low else parts[0]
     for i, part in enumerate(parts[1:], start=1):
-        # IDEA: every element is summed in rank order, wherever it lies, so packing, overlap and bucket size change no bit.
-        total = combine(total, part, out=output if i == len(parts) - 1 and not low else None)
+        # IDEA: every element is summed in rank order, wherever it lies, so packing and bucket size change no bit.
+        last = i == len(parts) - 1
+        total = combine(total, part, out=output if last and not low else None)
     if op == dist.ReduceOp.AVG:
         total = total / len(parts)
     if total.data_ptr() != output.data_ptr():

@@ -9,7 +9,7 @@ import torch
 from nd_mesh.config import Config, DataConfig, MeshConfig, ModelConfig, TrainConfig
 from tests import parity
 
-MODEL = ModelConfig(vocab=37, layers=2, width=16, heads=4, kv_heads=2, hidden=20, init_std=0.3)
+MODEL = ModelConfig(vocab=37, layers=2, width=16, heads=4, kv_heads=2, hidden=20)
 TRAIN = TrainConfig(steps=6, batch=7, optimizer="sgd", lr=0.5, warmup=2, clip=0.5, eps=1e-4, dtype="float64", seed=3)
 
 

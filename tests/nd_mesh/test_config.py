@@ -1,0 +1,107 @@
+"""The configuration: what is read, what is refused, and with which words."""
+
+import pytest
+
+from nd_mesh import __main__ as command
+from nd_mesh import config
+from nd_mesh.config import Config, ConfigError
+
+
+@pytest.fixture
+def toml(tmp_path):
+    """Writes a configuration and returns its path."""
+
+    def write(text: str) -> str:
+        (tmp_path / "run.toml").write_text(text)
+        return str(tmp_path / "run.toml")
+
+    return write
+
+
+def test_file_and_overrides(toml):
+    path = toml("[model]\nlayers = 2\ntied = true\n[train]\nlr = 1\nbetas = [0.8, 0.9]\n")
+    read = config.load(
+        path, {"mesh.dp": "2", "train.lr": "3e-4", "model.tied": "false", "data.path": "7", "train.out": "a b"}
+    )
+    assert (read.model.layers, read.train.betas, read.mesh.dp) == (2, (0.8, 0.9), 2)
+    assert (read.train.lr, read.model.tied, read.data.path, read.train.out) == (3e-4, False, "7", "a b")
+    assert config.load(path, {"train.betas": "[0.5, 0.6]"}).train.betas == (0.5, 0.6)
+    assert config.validated(config.tables(read)) == read
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[train]\nstepz = 3", "unknown setting train.stepz: did you mean train.steps?"),
+        ("[trian]\nsteps = 3", "unknown setting trian: did you mean train?"),
+        ("steps = 3", "unknown setting steps: did you mean train.steps?"),
+        ("[train]\nsteps = 'many'", "train.steps='many': "),
+        ("[train]\nsteps = 2.5", "train.steps=2.5: "),
+        ("[model]\ntied = 3", "model.tied=3: "),
+        ("[train]\noptimizer = 'adam'", "train.optimizer='adam': "),
+        ("train = 3", "train=3: "),
+        ("[train", "is not TOML"),
+    ],
+)
+def test_refused_files(toml, text, words):
+    with pytest.raises(ConfigError) as error:
+        config.load(toml(text), {})
+    assert words in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "world", "words"),
+    [
+        ({"mesh": {"dp": 3}}, 2, "makes 3 ranks, but 2 are started"),
+        ({"mesh": {"dp": 2, "tp": 4}}, 4, "makes 8 ranks, but 4 are started"),
+        ({"mesh": {"tp": 2}}, 2, "mesh.tp=2: there is no strategy for tp yet"),
+        ({"mesh": {"dp": 2, "ep": 2}}, 2, "mesh.ep=2: there is no strategy for ep yet"),
+        ({"mesh": {"dp": 0}}, 1, "mesh.dp=0 must be positive"),
+        ({"mesh": {"dp": -1, "tp": -1}}, 1, "mesh.dp=-1 must be positive"),
+        (
+            {"model": {"heads": 6, "kv_heads": 4}},
+            1,
+            "model.kv_heads=4 does not divide model.heads=6; use one of [1, 2, 3, 6]",
+        ),
+        ({"model": {"width": 100}}, 1, "model.width=100 is not an even multiple of model.heads=6"),
+        ({"model": {"dropout": 1.0}}, 1, "model.dropout=1.0 must be at least 0 and less than 1"),
+        ({"train": {"betas": (0.9, 1.5)}}, 1, "train.betas=(0.9, 1.5) must be"),
+        ({"train": {"lr": float("nan")}}, 1, "train.lr=nan is not a finite number"),
+        ({"train": {"clip": -1.0}}, 1, "train.clip=-1.0 must not be negative"),
+        ({"train": {"steps": 0}}, 1, "train.steps=0 must be positive"),
+        ({"data": {"validation": 0.0}}, 1, "data.validation=0.0 must be between 0 and 1"),
+    ],
+)
+def test_refused_combinations(settings, world, words):
+    with pytest.raises(ConfigError) as error:
+        config.check(config.validated(settings), world)
+    assert words in str(error.value) and "\n" not in str(error.value)
+
+
+def test_defaults_run():
+    config.check(Config(), 1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--train.stepz", "3"], "error: unknown setting train.stepz: did you mean train.steps?"),
+        (["--lr=3"], "error: unknown setting lr: did you mean train.lr?"),
+        (["--train.steps"], "error: argument --train.steps: expected one argument"),
+        (["--train.steps", "many"], "error: train.steps='many': "),
+        (["--mesh.dp", "2"], "makes 2 ranks, but 1 are started"),
+        (["--data.path", "nowhere"], "error: data.path=nowhere does not exist"),
+        (["extra"], "error: unknown"),
+    ],
+)
+def test_command_line_mistakes(toml, capsys, arguments, words):
+    assert command.main(["train", toml(""), *arguments]) == 2
+    printed = capsys.readouterr()
+    assert words in printed.err and printed.err.count("\n") == 1 and not printed.out
+
+
+def test_missing_configuration(capsys):
+    assert command.main(["train", "nowhere.toml"]) == 2
+    assert capsys.readouterr().err == "error: cannot read the configuration nowhere.toml: No such file or directory\n"
+    assert command.main(["trian", "nowhere.toml"]) == 2
+    assert command.main([]) == 2

@@ -1,0 +1,187 @@
+"""The trainer: what every mesh has in common, and what a step without a single valid token does."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from collectives import layout
+from collectives.runtime import Runtime
+from nd_mesh import metrics
+from nd_mesh import train as module
+from nd_mesh.config import Config, DataConfig, MeshConfig, ModelConfig, TrainConfig
+from nd_mesh.metrics import Record
+from nd_mesh.sample import generate
+from nd_mesh.train import Trainer, learning_rate
+from tests import parity
+from tests.reference import loop
+
+MODEL = ModelConfig(vocab=37, layers=2, width=16, heads=4, kv_heads=2, hidden=20, dropout=0.1)
+TRAIN = TrainConfig(steps=8, batch=5, lr=0.01, warmup=2, dtype="float64", sample=5, prompt="\x01")
+MESHES = [1, 2, 3, 4]
+
+
+def config(dp: int, **train) -> Config:
+    return Config(MeshConfig(dp=dp), MODEL, DataConfig(context=16), replace(TRAIN, **train))
+
+
+def documents(lengths=(50, 3, 90, 1, 41)) -> list[np.ndarray]:
+    numbers = np.random.default_rng(1)
+    return [numbers.integers(0, 37, length).astype(np.uint8) for length in lengths]
+
+
+def trainer(run: Runtime, cfg: Config, texts: list[np.ndarray]) -> Trainer:
+    stream = parity.stream(texts, cfg.data.context)
+    return Trainer(cfg, stream, stream, run)
+
+
+def weights(built: Trainer) -> dict[str, torch.Tensor]:
+    return {param.held.name: param.detach().clone() for param in built.handle.parameters()}
+
+
+def run_a_few(run: Runtime, cfg: Config) -> dict:
+    """A rank's initial weights, records, evaluation and sample."""
+    built = trainer(run, cfg, documents())
+    initial = weights(built)
+    records = [built.step(step) for step in range(3)]
+    tokens = generate(built.model, [1, 2], 20, context=16, seed=0, temperature=1.0)
+    return {
+        "initial": initial,
+        "records": records,
+        "evaluation": built.evaluate(),
+        "tokens": tokens,
+        "after": weights(built),
+    }
+
+
+@pytest.fixture(scope="module")
+def runs(pool):
+    """The same training on 1, 2, 3 and 4 ranks: one dictionary a rank."""
+    return [ran for dp in MESHES for ran in pool.run(dp, run_a_few, config(dp))]
+
+
+def test_initial_weights_are_equal_bit_for_bit(runs):
+    assert all(torch.equal(ran["initial"][name], value) for ran in runs for name, value in runs[0]["initial"].items())
+
+
+def test_every_rank_reports_the_same(runs):
+    """Loss, tokens, norm and rate of each step: the same numbers within a mesh, and to rounding between meshes."""
+    first = 0
+    for dp in MESHES:
+        ranks = runs[first : first + dp]
+        first += dp
+        for step in range(3):
+            seen = {
+                (r.loss, r.tokens, r.grad_norm, r.lr, r.slowest, r.median)
+                for r in (rank["records"][step] for rank in ranks)
+            }
+            assert len(seen) == 1
+            ours, one = ranks[0]["records"][step], runs[0]["records"][step]
+            assert (ours.tokens, ours.lr) == (one.tokens, one.lr)
+            assert (
+                abs(ours.loss - one.loss) <= 1e-13 * one.loss
+                and abs(ours.grad_norm - one.grad_norm) <= 1e-12 * one.grad_norm
+            )
+
+
+def test_evaluation_is_the_reference_on_every_mesh(runs):
+    for ran in runs:
+        expected = loop.evaluate(ran["after"], documents(), T=16, heads=4, kv_heads=2)
+        assert abs(ran["evaluation"] - expected) <= 1e-13 * expected
+
+
+def test_generation_is_the_same_on_every_mesh(runs):
+    assert all(ran["tokens"] == runs[0]["tokens"] for ran in runs) and len(runs[0]["tokens"]) == 22
+
+
+@pytest.mark.parametrize("warmup", [0, 3])
+def test_learning_rate(warmup):
+    ours = [learning_rate(replace(TRAIN, warmup=warmup, steps=13), step) for step in range(13)]
+    assert ours == [loop.lr_at(step, TRAIN.lr, warmup, 13, TRAIN.min_lr) for step in range(13)]
+    assert max(ours) == TRAIN.lr and ours[-1] < 0.2 * TRAIN.lr
+
+
+def step_without_labels(run: Runtime, optimizer: str) -> None:
+    """Every document is a single token: nothing may move, though AdamW would decay, and the loss is finite."""
+    built = trainer(run, config(run.size, optimizer=optimizer), [np.array([7], dtype=np.uint8)] * 200)
+    before = weights(built)
+    record = built.step(0)
+    assert (record.loss, record.tokens, record.grad_norm) == (0.0, 0, 0.0)
+    assert all(torch.equal(before[name], value) for name, value in weights(built).items())
+    assert not built.optimizer.state
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+def test_step_without_labels(pool, optimizer):
+    pool.run(2, step_without_labels, optimizer)
+
+
+def copies_stay_equal(run: Runtime) -> None:
+    """Fifty clipped AdamW steps in float32: parameters have equal bits on all ranks after each."""
+    built = trainer(run, config(run.size, dtype="float32", steps=50), documents())
+    for step in range(50):
+        built.step(step)
+        layout.check_copies(((param.held, param) for param in built.handle.parameters()), run.world)
+
+
+def test_copies_stay_equal(pool):
+    pool.run(3, copies_stay_equal)
+
+
+def mean_of_means(run: Runtime, cfg: Config, texts: list[np.ndarray]) -> list[parity.Step]:
+    """The classic fault: each rank scales by its own count, and the ranks are averaged."""
+    class Own:
+        def wait(self) -> None:
+            pass
+
+    real = module.comm
+    broken = type("comm", (), dict(vars(real)))
+    broken.all_reduce = staticmethod(
+        lambda tensor, *args, **kw: Own() if tensor.dtype == torch.int64 else real.all_reduce(tensor, *args, **kw)
+    )
+    module.comm = broken
+    try:
+        return parity.train(run, cfg, texts, 1)[1]
+    finally:
+        module.comm = real
+
+
+def test_counts_that_are_not_reduced_are_caught(pool):
+    cfg = config(2, optimizer="sgd", lr=0.5, clip=0.5)
+    initial, right = pool.run(2, parity.train, cfg, documents(), 1)[0]
+    expected = parity.reference(cfg, initial, documents(), 1)
+    assert max(parity.judge(initial, right, expected).values()) <= 1
+    [wrong] = pool.run(2, mean_of_means, cfg, documents())[0]
+    wrong = replace(wrong, count=expected[0].count)
+    assert parity.judge(initial, [wrong], expected)["gradient"] > 1e6
+
+
+def test_bigram_loss_is_the_reference():
+    texts, held_out = documents(), documents((30, 2, 7))
+    ours = metrics.bigram_loss(parity.stream(texts, 16), parity.stream(held_out, 16), 37)
+    assert abs(ours - loop.bigram_loss(texts, held_out, 37)) < 1e-12
+
+
+def report_a_run(run: Runtime, cfg: Config) -> None:
+    stream = parity.stream(documents(), 16)
+    module.train(cfg, stream, stream, run)
+
+
+def test_files_of_a_run(pool, tmp_path):
+    """metrics.jsonl in full precision, the sample, the curve; an earlier run in the same folder is kept."""
+    cfg = config(2, out=str(tmp_path / "run"), evaluate_every=4)
+    for _ in range(2):
+        pool.run(2, report_a_run, cfg)
+    for folder in ("run", "run.1"):
+        records = metrics.read(tmp_path / folder)
+        steps = [Record(**record) for record in records if "loss" in record]
+        assert [step.step for step in steps] == list(range(1, 9))
+        assert [record["step"] for record in records if "validation_loss" in record] == [4, 8]
+        assert (tmp_path / folder / "loss.png").read_bytes().startswith(b"\x89PNG")
+        assert (tmp_path / folder / "sample.txt").read_text().startswith("\x01")
+    first, again = (
+        [json.dumps(r["loss"]) for r in metrics.read(tmp_path / f) if "loss" in r] for f in ("run", "run.1")
+    )
+    assert first == again and all(len(loss) > 12 for loss in first)
