@@ -132,6 +132,7 @@ def test_copies_stay_equal(pool):
 
 def mean_of_means(run: Runtime, cfg: Config, texts: list[np.ndarray]) -> list[parity.Step]:
     """The classic fault: each rank scales by its own count, and the ranks are averaged."""
+
     class Own:
         def wait(self) -> None:
             pass

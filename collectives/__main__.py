@@ -1,0 +1,196 @@
+"""Demo of the ground: what each collective does, what it sends, and how boxes and counters make one tensor on any cut.
+
+    python -m collectives                                       4 local ranks
+    torchrun --standalone --nproc-per-node 2 -m collectives     the ranks of torchrun
+
+The pictures are of a few numbers a rank, the bytes of messages of 4 MB.
+"""
+
+import sys
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+
+import torch
+from torch import Tensor, nn
+
+from collectives import comm, demo, layout, p2p, rng
+from collectives.demo import Demo
+from collectives.layout import Box, Held, Normal
+from collectives.runtime import Runtime
+
+COUNT = 1_000_000  # float32 numbers of a message, rounded down to a multiple of the ranks
+SHAPE = (11, 6)  # of the tensor that is cut
+SAMPLES = 23  # in the permutation
+
+
+def work(run: Runtime, show: Demo) -> None:
+    """The five parts, one after the other."""
+    pictures(run, show)
+    traffic(run, show)
+    order_of_addition(run, show)
+    boxes(run, show)
+    permutation(run, show)
+
+
+def pictures(run: Runtime, show: Demo) -> None:
+    """What every rank holds before and after each collective; number i of rank r is 10r + i."""
+    wrong = 0
+    for name, marks, before, after, expected in _small_collectives(run):
+        wrong += int((after != expected).sum())
+        everyone = comm.all_gather_object((before.tolist(), after.tolist()), group=run.world)
+        width = max(len(_digits(row)) for row, _ in everyone)
+        lines = [f"  rank {rank}  {_digits(a):{width}}  →  {_digits(b)}" for rank, (a, b) in enumerate(everyone)]
+        _print(run, f"{name}: {marks}", *lines)
+    show.claim("wrong numbers above", "0", 0, wrong)
+
+
+def _small_collectives(run: Runtime) -> Iterator[tuple[str, str, Tensor, Tensor, Tensor]]:
+    """(name, what happens, before, after, what must come out), all of this rank."""
+    size, rank, group = run.size, run.rank, run.world
+    of = [10 * r + torch.arange(size) for r in range(size)]  # what each rank starts from, [P]
+    mine, total, firsts = of[rank], torch.stack(of).sum(0), torch.stack(of)[:, 0]
+
+    whole = mine.clone()
+    comm.all_reduce(whole, group=group)
+    yield "all_reduce", "a sum over the ranks, whole on each", mine, whole, total
+
+    piece = torch.empty(1, dtype=torch.int64)
+    comm.reduce_scatter_single(piece, mine, group=group)
+    yield "reduce_scatter", "piece r of the sum on rank r", mine, piece, total[rank : rank + 1]
+
+    whole = torch.empty_like(mine)
+    comm.all_gather_single(whole, mine[:1], group=group)
+    yield "all_gather", "all pieces on each rank", mine[:1], whole, firsts
+
+    pieces = torch.empty_like(mine)
+    comm.all_to_all_single(pieces, mine, group=group)
+    yield "all_to_all", "piece p goes to rank p: a transpose", mine, pieces, torch.stack(of)[:, rank]
+
+    copy = mine.clone()
+    comm.broadcast(copy, size - 1, group=group)
+    yield "broadcast", f"what rank {size - 1} has, on each", mine, copy, of[-1]
+
+    got = torch.empty_like(mine)
+    _shift(got, mine, run)
+    yield "exchange", "to the next rank, from the one before", mine, got, of[rank - 1]
+
+
+def _shift(output: Tensor, input: Tensor, run: Runtime) -> None:
+    if run.size == 1:
+        output.copy_(input)  # nobody sends to itself
+        return
+    after, before = (run.rank + 1) % run.size, (run.rank - 1) % run.size
+    p2p.exchange([(input, after)], [(output, before)], group=run.world).wait()
+
+
+def traffic(run: Runtime, show: Demo) -> None:
+    """Bytes that a rank writes to its sockets for a message of n bytes, beside the formula."""
+    size, group = run.size, run.world
+    piece = torch.ones(COUNT // size)
+    whole = torch.ones(size * len(piece))
+    n = whole.nbytes
+    share = n * (size - 1) // size
+
+    def sent(call: Callable[[], object]) -> int | None:
+        comm.barrier(group=group)
+        before = demo.bytes_written()
+        call()
+        return demo.bytes_since(before)
+
+    def cost(name: str, formula: str, expected: int, call: Callable[[], object]) -> None:
+        with show.time(name):
+            measured = sent(call)
+        show.traffic(name, formula, expected, measured, calls=1)
+
+    _print(run, f"n = {n:,} bytes; P = {size} ranks")
+    cost("all_reduce, gloo's", "2n(P-1)/P", 2 * share, lambda: comm.all_reduce(whole, group=group))
+    cost("all_reduce, ordered", "2n(P-1)/P", 2 * share, lambda: comm.all_reduce(whole, group=group, ordered=True))
+    cost("reduce_scatter", "n(P-1)/P", share, lambda: comm.reduce_scatter_single(piece, whole, group=group))
+    cost("all_gather", "n(P-1)/P", share, lambda: comm.all_gather_single(whole, piece, group=group))
+    cost("all_to_all", "n(P-1)/P", share, lambda: comm.all_to_all_single(torch.empty_like(whole), whole, group=group))
+    cost("exchange, one neighbour", "n", n if size > 1 else 0, lambda: _shift(torch.empty_like(whole), whole, run))
+    # Which rank sends how much of a broadcast depends on the tree; all together send n to each but the root.
+    by_rank = comm.all_gather_object(sent(lambda: comm.broadcast(whole, 0, group=group)), group=group)
+    total = None if None in by_rank else sum(by_rank)
+    show.traffic("broadcast, all ranks", "n(P-1)", n * (size - 1), total, calls=size)
+
+
+def order_of_addition(run: Runtime, show: Demo) -> None:
+    """Reduce the same numbers as one buffer and as three: an ordered sum keeps its bits."""
+    numbers = rng.normal(rng.key(run.rank, "numbers"), torch.arange(10_000)).float()
+
+    def changed(ordered: bool) -> int:
+        one, three = numbers.clone(), numbers.clone()
+        comm.all_reduce(one, group=run.world, ordered=ordered)
+        for part in three.split([1_000, 3_333, 5_667]):
+            comm.all_reduce(part, group=run.world, ordered=ordered)
+        return int((one != three).sum())
+
+    show.claim("ordered sums, cut otherwise", "0 change bits", 0, changed(ordered=True))
+    share = f"{changed(ordered=False):,} of {len(numbers):,}"
+    _print(run, f"gloo's own all_reduce: {share} sums change bits when the buffer is cut in three")
+
+
+def boxes(run: Runtime, show: Demo) -> None:
+    """One tensor cut three ways: each rank draws the numbers of its own boxes, and together they are the same whole."""
+    whole = _drawn([Box.whole(SHAPE)]).view(SHAPE)
+    for name, mine in _cuts(run.size, run.rank):
+        part = _drawn(mine)
+        layout.check([part], run.world)  # raises on every rank where boxes overlap or leave a gap
+        everyone = comm.all_gather_object((mine, part.detach()), group=run.world)
+        gathered = torch.full(SHAPE, torch.nan)
+        for held, flat in everyone:
+            for box, numbers in zip(held, flat.split([box.numel for box in held]), strict=True):
+                gathered[box.slices(Box.whole(SHAPE))] = numbers.view(box.local)
+        lines = [f"  rank {rank}  {_intervals(held)}" for rank, (held, _) in enumerate(everyone)]
+        _print(run, f"a tensor of {SHAPE}, {name}", *lines)
+        show.claim(f"initial weights, {name}", "0 differ from the whole", 0, int((gathered != whole).sum()))
+
+
+def _cuts(size: int, rank: int) -> Iterator[tuple[str, list[Box]]]:
+    """This rank's boxes of a tensor cut by rows, by columns, and as a flat range; pieces may be uneven or empty."""
+    whole = Box.whole(SHAPE)
+    for dim, name in enumerate(("by rows", "by columns")):
+        start, stop = list(pairwise(_edges(SHAPE[dim], size)))[rank]
+        yield name, [whole.cut(dim, start, stop - start)]
+    yield "as a flat range", layout.flat_range(SHAPE, *list(pairwise(_edges(whole.numel, size)))[rank])
+
+
+def _edges(length: int, parts: int) -> list[int]:
+    return [length * part // parts for part in range(parts + 1)]
+
+
+def _drawn(held: list[Box]) -> nn.Parameter:
+    """A rank's part of the parameter "weight", initialised by its boxes alone."""
+    param = nn.Parameter(torch.empty(sum(box.numel for box in held)))
+    param.held = Held("weight", tuple(held), Normal(0.02), decay=True)
+    rng.fill(param, seed=0)
+    return param
+
+
+def permutation(run: Runtime, show: Demo) -> None:
+    """The order of the data: each rank computes the places of its own samples only, and each place is taken once."""
+    key = rng.key(0, "data order", 0)
+    mine = rng.permutation(key, torch.arange(SAMPLES).tensor_split(run.size)[run.rank], SAMPLES)
+    everyone = comm.all_gather_object(mine.tolist(), group=run.world)
+    _print(run, f"an order of {SAMPLES} samples", *(f"  rank {rank}  {_digits(p)}" for rank, p in enumerate(everyone)))
+    places = sorted(place for part in everyone for place in part)
+    show.claim("samples in the order, each once", "all", SAMPLES, len(set(places)) if len(places) == SAMPLES else 0)
+
+
+def _print(run: Runtime, *lines: str) -> None:
+    if run.rank == 0:
+        print(*lines, sep="\n")
+
+
+def _digits(numbers: list[int]) -> str:
+    return " ".join(f"{number:2}" for number in numbers)
+
+
+def _intervals(held: list[Box]) -> str:
+    parts = [",".join(f"{a}:{a + n}" for a, n in zip(box.offset, box.local, strict=True)) for box in held]
+    return "  ".join(f"[{part}]" for part in parts)
+
+
+if __name__ == "__main__":
+    sys.exit(demo.main(work))
