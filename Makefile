@@ -6,7 +6,7 @@ RANKS ?= 2
 ARGS ?=
 FOLDER ?=
 
-.PHONY: train test demo lint ideas drill test-gpu clean
+.PHONY: train test demo parity lint ideas drill test-gpu clean
 
 $(READY): constraints.txt pyproject.toml
 	rm -rf .venv
@@ -18,13 +18,16 @@ train: $(READY)  ## a GPT on the Python standard library's sources, on 2 ranks; 
 	$(BIN)/torchrun --standalone --nproc-per-node $(RANKS) -m nd_mesh train configs/stdlib.toml --mesh.dp $(RANKS) $(ARGS)
 
 test: $(READY)  ## all tests but the long drills
-	$(BIN)/python -m pytest tests/$(FOLDER)
+	$(BIN)/python -m pytest --benchmark-disable tests/$(FOLDER)
 
 drill: $(READY)  ## all tests, the long ones too; FOLDER=nd_mesh for one folder
-	$(BIN)/python -m pytest -m 'not gpu' tests/$(FOLDER)
+	$(BIN)/python -m pytest --benchmark-disable -m 'not gpu' tests/$(FOLDER)
 
 demo: $(READY)  ## every folder's demo, and every README block marked `sh run`
 	$(BIN)/python -m tests.demos $(FOLDER)
+
+parity: $(READY)  ## every mesh against the independent reference, in float64: a table
+	$(BIN)/python -m tests.parity
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -19,12 +19,11 @@ reduce_scatter and all_gather n(P-1)/P of the whole, all_to_all n(P-1)/P, broadc
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from collectives.algorithms import direct
-from collectives.p2p import Handle
+from collectives.p2p import Handle, dense_like
 
 SUM, AVG, MIN, MAX, PRODUCT = (
     dist.ReduceOp.SUM,
@@ -161,21 +160,15 @@ def _backend_reduce_scatter(output: Tensor, input: Tensor, op: Any, *, group: di
 def _in_place(tensor: Tensor, call: Callable[[Tensor], Any], async_op: bool) -> Handle | None:
     data = tensor.detach()
     dense = data.contiguous()
-    return _returned(Handle([call(dense)], lambda: None if dense is data else data.copy_(dense)), async_op)
+    copy_back = None if dense is data else lambda: data.copy_(dense)
+    return _returned(Handle([call(dense)], copy_back, keep=[dense]), async_op)
 
 
 def _into(output: Tensor, input: Tensor, call: Callable[[Tensor, Tensor], Any], async_op: bool) -> Handle | None:
     data, given = output.detach(), input.detach().contiguous()
-    dense = data if data.is_contiguous() else torch.empty_like(data, memory_format=torch.contiguous_format)
-    work = call(dense, given)
-
-    def settle() -> None:
-        nonlocal given
-        del given  # alive until now: the backend reads it
-        if dense is not data:
-            data.copy_(dense)
-
-    return _returned(Handle([work], settle), async_op)
+    dense = dense_like(data)
+    copy_back = None if dense is data else lambda: data.copy_(dense)
+    return _returned(Handle([call(dense, given)], copy_back, keep=[dense, given]), async_op)
 
 
 def _returned(handle: Handle, async_op: bool) -> Handle | None:

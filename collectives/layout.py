@@ -40,6 +40,7 @@ class Box:
 
     @property
     def numel(self) -> int:
+        """The number of elements of the piece."""
         return math.prod(self.local)
 
     def cut(self, dim: int, start: int, length: int) -> "Box":

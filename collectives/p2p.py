@@ -9,6 +9,7 @@ ways at once is one `exchange`.
 """
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,50 +19,52 @@ Message = tuple[Tensor, int]  # a tensor and the peer, a rank in the group
 
 
 class Handle:
-    """An operation in flight. It keeps its buffers alive; `wait` returns when they hold the result and may be used
-    again.
+    """An operation in flight. `wait` returns when its buffers hold the result and may be used again.
+
+    works: what to wait for. then: what is left to do on this rank afterwards. keep: buffers that
+    must live until then.
     """
 
-    def __init__(self, works: Sequence[dist.Work], then: Callable[[], object] | None = None):
-        self._works, self._then = works, then
+    def __init__(
+        self, works: Sequence[Any], then: Callable[[], object] | None = None, keep: Sequence[Tensor | None] = ()
+    ):
+        self._works, self._then, self._keep = works, then, keep
 
     def wait(self) -> None:
-        """Wait for every part, then finish what is left to do on this rank; a second call does nothing."""
+        """Wait for every part, then finish what is left to do; a second call does nothing."""
         works, then, self._works, self._then = self._works, self._then, (), None
         for work in works:
             work.wait()
         if then is not None:
             with torch.no_grad():
                 then()
+        self._keep = ()
 
 
 def exchange(sends: Sequence[Message], receives: Sequence[Message], *, group: dist.ProcessGroup) -> Handle:
-    """Post all sends and receives as one batch, in any order of peers, without waiting: no pair of ranks can block each
-    other.
+    """Post all sends and receives as one batch, in any order of peers, without waiting: no ranks can block each other.
 
     Empty tensors are skipped, on both sides alike. A tensor that is sent must not change, one that receives not be
     read, before `wait`.
     """
     outgoing = [(tensor.detach().contiguous(), peer) for tensor, peer in sends if tensor.numel()]
     incoming = [(tensor.detach(), peer) for tensor, peer in receives if tensor.numel()]
-    landing = [
-        tensor if tensor.is_contiguous() else torch.empty_like(tensor, memory_format=torch.contiguous_format)
-        for tensor, _ in incoming
-    ]
-    batch = [
-        dist.P2POp(dist.irecv, buffer, group=group, group_peer=peer)
-        for buffer, (_, peer) in zip(landing, incoming, strict=True)
-    ]
+    landing = [(dense_like(tensor), peer) for tensor, peer in incoming]
+    batch = [dist.P2POp(dist.irecv, tensor, group=group, group_peer=peer) for tensor, peer in landing]
     batch += [dist.P2POp(dist.isend, tensor, group=group, group_peer=peer) for tensor, peer in outgoing]
     works = dist.batch_isend_irecv(batch) if batch else []
 
     def settle() -> None:
-        outgoing.clear()
-        for buffer, (tensor, _) in zip(landing, incoming, strict=True):
-            if buffer is not tensor:
-                tensor.copy_(buffer)
+        for (tensor, _), (dense, _) in zip(incoming, landing, strict=True):
+            if dense is not tensor:
+                tensor.copy_(dense)
 
-    return Handle(works, settle)
+    return Handle(works, settle, keep=[tensor for tensor, _ in (*outgoing, *landing)])
+
+
+def dense_like(tensor: Tensor) -> Tensor:
+    """The tensor itself if it is contiguous, else uninitialised contiguous memory of its shape, to be copied back."""
+    return tensor if tensor.is_contiguous() else torch.empty_like(tensor, memory_format=torch.contiguous_format)
 
 
 def isend(tensor: Tensor, dst: int, *, group: dist.ProcessGroup) -> Handle:

@@ -69,11 +69,11 @@ class DataConfig(_Strict):
 class TrainConfig(_Strict):
     """The optimizer, the batch, and what is written."""
 
-    steps: int = 240
-    batch: int = 32  # rows of a global batch, dealt out over dp · fsdp, then over microbatches
+    steps: int = 440
+    batch: int = 16  # rows of a global batch, dealt out over dp · fsdp, then over microbatches
     microbatches: int = 1
     optimizer: Literal["adamw", "sgd"] = "adamw"
-    lr: float = 3e-3
+    lr: float = 4e-3
     warmup: int = 20  # steps of linear warm-up, then a cosine to min_lr · lr
     min_lr: float = 0.1
     weight_decay: float = 0.1  # on matrices only

@@ -26,6 +26,9 @@ class Record:
     median: float  # the same, of the median rank
 
 
+COLUMNS = "step, loss, gradient norm, rate, throughput, forward and backward of the slowest/the median rank, time left"
+
+
 class Report:
     """Rank 0's view of a run, on the terminal and in the folder `out`. On other ranks it shows and writes nothing."""
 
@@ -36,7 +39,7 @@ class Report:
         self.out, self.steps, self.shown = out, steps, shown
         self.console = Console(highlight=False, soft_wrap=True, quiet=not shown)
         self.progress = Progress(
-            BarColumn(20), TextColumn("{task.description}"), console=self.console, disable=not shown
+            BarColumn(8), TextColumn("{task.description}"), console=self.console, auto_refresh=False, disable=not shown
         )
         self.task = self.progress.add_task("", total=steps)
         self.seconds = 0.0
@@ -55,13 +58,13 @@ class Report:
         self.seconds += record.seconds
         left = self.seconds / record.step * (self.steps - record.step)
         line = (
-            f"step {record.step:>{len(str(self.steps))}}/{self.steps}  loss {record.loss:.4f}  "
-            f"|g| {record.grad_norm:.3f}  lr {record.lr:.1e}  {record.tokens / record.seconds:,.0f} tokens/s  "
-            f"slowest rank {record.slowest:.2f} s, median {record.median:.2f} s  {_clock(left)} left"
+            f"{record.step:>{len(str(self.steps))}}/{self.steps}  loss {record.loss:.4f}  |g| {record.grad_norm:.2f}  "
+            f"lr {record.lr:.1e}  {record.tokens / record.seconds / 1000:.1f}k tok/s  "
+            f"{record.slowest:.2f}/{record.median:.2f} s  {_clock(left)}"
         )
         if self.console.is_terminal:
             self.progress.start()
-            self.progress.update(self.task, completed=record.step, description=line)
+            self.progress.update(self.task, completed=record.step, description=line, refresh=True)
         if record.step == 1 or record.step % max(1, self.steps // 20) == 0:
             self.say(line)
         if record.step == self.steps:

@@ -140,7 +140,7 @@ def train(config: Config, training: data.Stream, validation: data.Stream, run: R
     out = Path(config.train.out)
     trainer = Trainer(config, training, validation, run)
     report = metrics.Report(out, config.train.steps, shown=run.rank == 0)
-    for line in describe(trainer):
+    for line in (*describe(trainer), metrics.COLUMNS):
         report.say(line)
     began = time.perf_counter()
     for step in range(config.train.steps):

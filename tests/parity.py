@@ -5,8 +5,10 @@ loss, the gradient before clipping, its norm, and the update. Never per element:
 its largest entry.
 """
 
+import itertools
 import math
-from dataclasses import dataclass
+import sys
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -15,12 +17,47 @@ from torch import Tensor
 
 from collectives import layout
 from collectives.runtime import Runtime
-from nd_mesh.config import Config
+from nd_mesh.config import Config, DataConfig, MeshConfig, ModelConfig, TrainConfig
 from nd_mesh.data import Stream
 from nd_mesh.train import Trainer
+from tests.pool import Pool
 from tests.reference import loop
 
 ULP = torch.finfo(torch.float64).eps
+STEPS = 4
+VOCAB, CONTEXT = 37, 16
+MODEL = ModelConfig(vocab=VOCAB, layers=2, width=16, heads=4, kv_heads=2, hidden=20)
+SGD = TrainConfig(steps=6, batch=7, optimizer="sgd", lr=0.5, warmup=2, clip=0.5, dtype="float64", seed=3)
+ADAMW = replace(SGD, optimizer="adamw", lr=0.05, eps=1e-4)  # at the usual 1e-8 the noise of a gradient over eps is 1e-9
+
+
+def config(
+    dp: int = 1, *, dropout: float = 0.0, tied: bool = False, train: TrainConfig = SGD, **settings: Any
+) -> Config:
+    """A small run in float64, clipped in every step; `settings` change its [train]."""
+    model = replace(MODEL, dropout=dropout, tied=tied)
+    return Config(MeshConfig(dp=dp), model, DataConfig(context=CONTEXT), replace(train, **settings))
+
+
+def cases() -> dict[str, Config]:
+    """Every mesh and option that the reference is compared with, by name."""
+    found = {}
+    for dp, microbatches, dropout, tied in itertools.product((1, 2, 3, 4), (1, 3), (0.0, 0.1), (False, True)):
+        name = f"dp {dp}, {microbatches} microbatches, dropout {dropout}, {'tied' if tied else 'untied'}, sgd"
+        found[name] = config(dp, dropout=dropout, tied=tied, microbatches=microbatches)
+    for dp in (1, 2, 3, 4):
+        found[f"dp {dp}, 3 microbatches, dropout 0.1, untied, adamw"] = config(
+            dp, dropout=0.1, train=ADAMW, microbatches=3
+        )
+    found["dp 4, 2 rows, 2 microbatches, sgd"] = config(4, dropout=0.1, batch=2, microbatches=2)
+    return found
+
+
+def documents() -> list[np.ndarray]:
+    """Packed documents of uneven lengths; forty of a single token fill two samples without one label."""
+    lengths = [5, 40, 3, 1, 22, *[1] * 40, 19, 16, 17, 33, 2, 60, 7]
+    numbers = np.random.default_rng(0)
+    return [numbers.integers(0, VOCAB, length).astype(np.uint8) for length in lengths]
 
 
 @dataclass(frozen=True)
@@ -49,15 +86,15 @@ def train(
     tokens = stream(documents, config.data.context)
     trainer = Trainer(config, tokens, tokens, run)
     params = {param.held.name: param for param in trainer.handle.parameters()}
-    initial = {name: param.detach().clone() for name, param in params.items()}
+    initial = {name: param.detach().cpu().clone() for name, param in params.items()}
     done = []
     for step in range(steps):
         loss, count, _ = trainer.gradients(step)
         layout.check_copies(((param.held, param.grad) for param in params.values()), run.world)
-        grads = {name: param.grad.clone() for name, param in params.items()}
+        grads = {name: param.grad.cpu().clone() for name, param in params.items()}
         norm, lr = trainer.update(step, count)
         done.append(
-            Step(loss, count, norm, grads, {name: param.detach().clone() for name, param in params.items()}, lr)
+            Step(loss, count, norm, grads, {name: param.detach().cpu().clone() for name, param in params.items()}, lr)
         )
     return initial, done
 
@@ -75,6 +112,19 @@ def reference(config: Config, weights: dict[str, Tensor], documents: list[np.nda
         **{"weight_decay": train.weight_decay, "betas": train.betas, "eps": train.eps, "momentum": train.momentum},
         clip=train.clip or None,
     )
+
+
+def judged(pool: Pool, cfg: Config, texts: list[np.ndarray]) -> dict[str, float]:
+    """Train on the mesh of `cfg` and by the reference, and judge every rank; the worst share of each kind."""
+    ranks = pool.run(cfg.mesh.dp, train, cfg, texts, STEPS)
+    initial = ranks[0][0]
+    expected = reference(cfg, initial, texts, STEPS)
+    for weights, _ in ranks:
+        assert all(torch.equal(weights[name], initial[name]) for name in initial), (
+            "initial weights differ between ranks"
+        )
+    shares = [judge(initial, done, expected) for _, done in ranks]
+    return {kind: max(share[kind] for share in shares) for kind in shares[0]}
 
 
 def judge(initial: dict[str, Tensor], ours: list[Any], reference: list[Any]) -> dict[str, float]:
@@ -115,3 +165,20 @@ def _share(error: Tensor, allowed: float) -> float:
     if largest == 0:
         return 0.0
     return largest / allowed if allowed else math.inf
+
+
+def main() -> int:
+    """`make parity`: all cases, a line each; 1 if one misses."""
+    pool, missed = Pool(), 0
+    print(f"{'share of the error that is allowed':<60}{'loss':>9}{'norm':>9}{'gradient':>10}{'update':>9}")
+    for name, cfg in cases().items():
+        worst = judged(pool, cfg, documents())
+        missed += max(worst.values()) > 1
+        print(f"{name:<60}{worst['loss']:>9.4f}{worst['norm']:>9.4f}{worst['gradient']:>10.4f}{worst['update']:>9.4f}")
+    pool.close()
+    print(f"{len(cases()) - missed} passed, {missed} failed")
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

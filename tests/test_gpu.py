@@ -1,0 +1,74 @@
+"""What a machine with one GPU can show: NCCL with one rank, and several ranks on gloo with CUDA tensors. `make
+test-gpu`.
+"""
+
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+
+from collectives import comm, runtime
+from collectives.runtime import Runtime
+from tests import jobs, parity
+from tests.parity import config, documents
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here"),
+]
+
+
+def on_gpu(run: Runtime, job, *args):
+    """The job with its tensors on the GPU, which all ranks share; gloo carries them."""
+    return job(replace(run, device=torch.device("cuda:0")), *args)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_parity_on_gloo(pool, ranks):
+    cfg = config(ranks, dropout=0.1, microbatches=2)
+    for initial, done in pool.run(ranks, on_gpu, parity.train, cfg, documents(), 4, timeout=120):
+        expected = parity.reference(cfg, initial, documents(), 4)
+        worst = parity.judge(initial, done, expected)
+        assert max(worst.values()) <= 1, worst
+
+
+def collectives_on_gpu(run: Runtime) -> None:
+    """Strided CUDA tensors through the operations of comm."""
+    for ordered in (False, True):
+        strided = (torch.arange(12.0, device=run.device).view(3, 4) * (run.rank + 1)).T[:, ::2]
+        expected = strided / (run.rank + 1) * sum(range(1, run.size + 1))
+        comm.all_reduce(strided, group=run.world, ordered=ordered)
+        assert torch.equal(strided, expected)
+    pieces = torch.full((run.size, 5), float(run.rank), device=run.device)
+    mine = torch.empty(5, device=run.device)
+    comm.reduce_scatter_single(mine, pieces, group=run.world)
+    assert torch.equal(mine, torch.full_like(mine, sum(range(run.size))))
+    whole = torch.empty(run.size, 5, device=run.device)
+    comm.all_gather_single(whole, pieces[0], group=run.world)
+    assert torch.equal(whole[:, 0], torch.arange(run.size, device=run.device, dtype=whole.dtype))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_collectives_on_gloo(pool, ranks):
+    pool.run(ranks, on_gpu, collectives_on_gpu, timeout=120)
+
+
+def test_nccl_with_one_rank():
+    ending = jobs.run([sys.executable, "-m", "tests.test_gpu"], limit=120)
+    assert ending.status == 0, ending.output
+
+
+def one_rank() -> None:
+    """A world of one on its own GPU with NCCL: collectives, and parity with the reference."""
+    with runtime.start() as run:
+        assert run.backend == "nccl" and run.device.type == "cuda"
+        collectives_on_gpu(run)
+        cfg = config(1, dropout=0.1, microbatches=2)
+        initial, done = parity.train(run, cfg, documents(), 4)
+        worst = parity.judge(initial, done, parity.reference(cfg, initial, documents(), 4))
+        assert max(worst.values()) <= 1, worst
+
+
+if __name__ == "__main__":
+    one_rank()
