@@ -4,6 +4,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from collectives import runtime
 from nd_mesh import config, data, metrics, train
@@ -12,7 +13,7 @@ from nd_mesh import config, data, metrics, train
 class Parser(argparse.ArgumentParser):
     """Mistakes become one line, told on every rank."""
 
-    def error(self, message: str) -> None:
+    def error(self, message: str) -> NoReturn:
         """Called by argparse in place of its usage and exit."""
         raise config.ConfigError(message)
 
@@ -36,8 +37,10 @@ def parser() -> Parser:
 
 def main(arguments: Sequence[str]) -> int:
     """Run a command; the exit status. A mistake of the user's is one line on every rank, before any group is made."""
+    told_by = ""
     try:
         here = runtime.place()
+        told_by = f"rank {here.rank}: " if here.size > 1 else ""
         chosen, unknown = parser().parse_known_args(arguments)
         if unknown:
             raise config.ConfigError(config.unknown(unknown[0].removeprefix("--").split("=")[0]))
@@ -47,9 +50,10 @@ def main(arguments: Sequence[str]) -> int:
         overrides = {name: getattr(chosen, name) for name in config.names() if hasattr(chosen, name)}
         settings = config.load(chosen.config, overrides)
         config.check(settings, here.size)
+        metrics.check_folder(Path(settings.train.out))
         training, validation = data.load(settings.data, settings.model.vocab)
-    except ValueError as mistake:
-        print(f"{f'rank {here.rank}: ' if here.size > 1 else ''}error: {mistake}", file=sys.stderr)
+    except (ValueError, OSError) as mistake:
+        print(f"{told_by}error: {mistake}", file=sys.stderr)
         return 2
     with runtime.start(timeout=settings.train.timeout) as run:
         train.train(settings, training, validation, run)

@@ -178,6 +178,9 @@ def _out_of_range(config: Config) -> Iterator[str]:
     for name in ("model.dropout", "train.betas"):
         if not all(0 <= value < 1 for value in np.atleast_1d(values[name])):
             yield f"{name}={values[name]} must be at least 0 and less than 1"
+    prompt = config.train.prompt.encode()
+    if config.data.format == "text" and (not prompt or max(prompt) >= config.model.vocab):
+        yield f"train.prompt={config.train.prompt!r} must be text of at least one byte, each less than model.vocab"
     if not 0 < config.data.validation < 1:
         yield f"data.validation={config.data.validation} must be between 0 and 1"
 

@@ -3,12 +3,14 @@ bigram baseline.
 """
 
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
 
+from nd_mesh.config import ConfigError
 from nd_mesh.data import Stream
 
 
@@ -45,7 +47,7 @@ class Report:
         self.seconds = 0.0
         if shown:
             _keep_earlier(out)
-            out.mkdir(parents=True)
+            out.mkdir(parents=True, exist_ok=True)
             self.file = (out / "metrics.jsonl").open("w")
 
     def say(self, text: str) -> None:
@@ -97,9 +99,21 @@ class Report:
             self.file.flush()
 
 
+def check_folder(out: Path) -> None:
+    """Raise ConfigError unless a run may write into `out`: it is new, empty, or an earlier run's, which is kept aside.
+    """
+    if out.exists() and not out.is_dir():
+        raise ConfigError(f"train.out={out} is a file: name a folder")
+    if out.exists() and any(out.iterdir()) and not (out / "metrics.jsonl").exists():
+        raise ConfigError(f"train.out={out} is a folder of something else: name a new one")
+    existing = next(folder for folder in (out, *out.absolute().parents) if folder.exists())
+    if not os.access(existing, os.W_OK):
+        raise ConfigError(f"train.out={out} cannot be written: no permission in {existing}")
+
+
 def _keep_earlier(out: Path) -> None:
     """Move an earlier run's folder aside: out.1 is the oldest."""
-    if out.exists():
+    if (out / "metrics.jsonl").exists():
         number = next(n for n in range(1, 10**6) if not out.with_name(f"{out.name}.{n}").exists())
         out.rename(out.with_name(f"{out.name}.{number}"))
 

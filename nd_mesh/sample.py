@@ -1,30 +1,28 @@
 """Text from a trained model, token by token, with the draws made by counter: the same text on every rank and mesh."""
 
 import torch
-from torch import nn
 
 from collectives import rng
-from nd_mesh.model import Where
+from nd_mesh.model import GPT, Where
 
 
 @torch.no_grad()
 def generate(
-    model: nn.Module, prompt: list[int], length: int, *, context: int, seed: int, temperature: float
+    model: GPT, prompt: list[int], length: int, *, context: int, vocab: int, seed: int, temperature: float = 0.8
 ) -> list[int]:
-    """The prompt and `length` more tokens, each drawn from the softmax of the logits over the last `context` tokens.
+    """The prompt and `length` more tokens less than `vocab`, drawn from the logits over the last `context` tokens.
 
     Every rank of a mesh calls it, since forward may communicate. No cache of keys and values: a forward pass a token.
     """
     model.eval()
     device = next(model.parameters()).device
     tokens = list(prompt)
-    draws = rng.uniform(rng.key(seed, "sample"), torch.arange(length)).tolist()
-    for draw in draws:
+    for draw in rng.uniform(rng.key(seed, "sample"), torch.arange(length)).tolist():
         ids = torch.tensor([tokens[-context:]], device=device)
         slots = torch.arange(ids.shape[1], device=device)
         where = Where(0, slots[:1], slots, slots, context, slots[None], torch.zeros_like(ids))
-        logits = model.logits(model(ids, where))[0, -1].double()
-        chance = (logits / temperature).softmax(0).cumsum(0)
-        tokens.append(min(int((chance < draw).sum()), len(chance) - 1))
+        logits = model.logits(model(ids, where))[0, -1, :vocab].double()
+        chances = (logits / temperature).softmax(0).cumsum(0)
+        tokens.append(min(int((chances < draw).sum()), len(chances) - 1))
     model.train()
     return tokens

@@ -100,6 +100,8 @@ class Trainer:
         """
         params, lr = self.handle.parameters(), learning_rate(self.config.train, step)
         norm = grad_norm(params, group=self.run.world)
+        if not norm.isfinite():  # the same bits on every rank, so all of them stop
+            raise FloatingPointError(f"step {step + 1}: the gradient norm is {norm.item()}; try a smaller train.lr")
         if count:
             if self.config.train.clip:
                 clip(params, norm, self.config.train.clip)
@@ -116,9 +118,7 @@ class Trainer:
         stream, rows = self.validation_stream, self.config.train.batch
         mine = data.deal(range(stream.samples), self.mesh.size("batch"), self.mesh.rank("batch"))
         total = torch.zeros(2, dtype=torch.float64, device=self.run.device)  # loss, valid tokens
-        rounds = -(
-            -stream.samples // (rows * self.mesh.size("batch"))
-        )  # the same on every rank: forward may communicate
+        rounds = -(-stream.samples // (rows * self.mesh.size("batch")))  # equal on all ranks: forward may communicate
         for i in range(rounds):
             samples = torch.tensor(data.deal(mine, rounds, i), dtype=torch.int64)
             batch = data.make_batch(stream, 0, samples, samples).to(self.run.device)
@@ -151,13 +151,12 @@ def train(config: Config, training: data.Stream, validation: data.Stream, run: R
             report.evaluation(record.step, trainer.evaluate())
     report.say(f"trained for {time.perf_counter() - began:.0f} s, evaluation included")
     if config.model.vocab <= 1024:  # a table of vocab² counts
-        report.say(
-            f"bigram model of the same split: {metrics.bigram_loss(training, validation, config.model.vocab):.4f}"
-        )
+        baseline = metrics.bigram_loss(training, validation, config.model.vocab)
+        report.say(f"bigram model of the same split {baseline:.4f}")
     if config.data.format == "text":
-        ask = {"context": config.data.context, "seed": config.train.seed, "temperature": 0.8}
-        text = generate(trainer.model, list(config.train.prompt.encode()), config.train.sample, **ask)
-        report.sample(bytes(text).decode(errors="replace"))
+        prompt, settings = list(config.train.prompt.encode()), {"context": config.data.context, "vocab": 256}
+        tokens = generate(trainer.model, prompt, config.train.sample, seed=config.train.seed, **settings)
+        report.sample(bytes(tokens).decode(errors="replace"))
     report.close()
 
 

@@ -52,6 +52,8 @@ def test_refused_files(toml, text, words):
 @pytest.mark.parametrize(
     ("settings", "world", "words"),
     [
+        ({"train": {"prompt": ""}}, 1, "train.prompt='' must be text"),
+        ({"train": {"prompt": "é"}, "model": {"vocab": 128}}, 1, "train.prompt='é' must be text"),
         ({"mesh": {"dp": 3}}, 2, "makes 3 ranks, but 2 are started"),
         ({"mesh": {"dp": 2, "tp": 4}}, 4, "makes 8 ranks, but 4 are started"),
         ({"mesh": {"tp": 2}}, 2, "mesh.tp=2: there is no strategy for tp yet"),
@@ -105,3 +107,19 @@ def test_missing_configuration(capsys):
     assert capsys.readouterr().err == "error: cannot read the configuration nowhere.toml: No such file or directory\n"
     assert command.main(["trian", "nowhere.toml"]) == 2
     assert command.main([]) == 2
+
+
+def test_folder_of_a_run(tmp_path, toml, capsys):
+    """A folder that is not a run's is never touched."""
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "note.txt").write_text("mine")
+    for out, words in [("notes", "is a folder of something else"), ("notes/note.txt", "is a file")]:
+        assert command.main(["train", toml(""), "--train.out", str(tmp_path / out)]) == 2
+        assert words in capsys.readouterr().err
+    assert (tmp_path / "notes" / "note.txt").read_text() == "mine"
+
+
+def test_variables_of_a_launcher_are_missing(monkeypatch, toml, capsys):
+    monkeypatch.setenv("RANK", "0")
+    assert command.main(["train", toml("")]) == 2
+    assert "error: WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT not set" in capsys.readouterr().err

@@ -1,0 +1,84 @@
+"""Jobs in which one rank does not do its part: `python -m tests.collectives.failing_rank raise` starts 4 local ranks.
+
+Under torchrun, the same module is one of its ranks.
+"""
+
+import os
+import random
+import signal
+import sys
+import time
+
+import torch
+
+from collectives import comm, runtime
+
+PATIENCE = 5.0  # seconds that a rank waits for another
+
+
+def fail(mode):
+    """Leave the others alone in this way."""
+    match mode:
+        case "raise":
+            raise ValueError("the fault of this rank")
+        case "sys.exit":
+            sys.exit(0)
+        case "os._exit":
+            os._exit(0)
+        case "SIGKILL" | "SIGSTOP":
+            os.kill(os.getpid(), getattr(signal, mode))
+        case "sleep":
+            time.sleep(60)
+
+
+def alone(mode, failing):
+    """One rank fails while the others wait for it in an all_reduce."""
+    with runtime.start(timeout=PATIENCE) as run:
+        comm.barrier(group=run.world)
+        if run.rank == failing:
+            time.sleep(0.2)
+            fail(mode)
+        comm.all_reduce(torch.ones(1), group=run.world)
+
+
+def before_start(mode, failing):
+    """One rank fails before it joins the job."""
+    if runtime.place().rank == failing:
+        fail(mode)
+    with runtime.start(timeout=PATIENCE):
+        pass
+
+
+def in_sub_group(mode, failing):
+    """One rank never enters a collective of a sub-group of three; the fourth rank waits at the end of the block."""
+    with runtime.start(timeout=3.0) as run:
+        outsider = (failing + 1) % run.size
+        group = run.new_group([rank for rank in range(run.size) if rank != outsider])
+        if run.rank == failing:
+            fail(mode)
+        if group is not None:
+            comm.all_reduce(torch.ones(1), group=group)
+
+
+def start_and_stop(times):
+    """The sum over all ranks and over the groups {0, 2, …} and {1, 3, …}, several times in one process."""
+    for _ in range(times):
+        time.sleep(random.uniform(0, 0.2))
+        with runtime.start(timeout=PATIENCE) as run:
+            halves = [run.new_group(range(first, run.size, 2)) for first in (0, 1)]
+            total, part = torch.tensor([run.rank]), torch.tensor([run.rank])
+            comm.all_reduce(total, group=run.world)
+            comm.all_reduce(part, group=halves[run.rank % 2])
+            assert total.item() == sum(range(run.size))
+            assert part.item() == sum(range(run.rank % 2, run.size, 2))
+
+
+def status(of_rank):
+    """Each rank returns its own exit status, without joining."""
+    return of_rank.get(runtime.place().rank)
+
+
+if __name__ == "__main__":
+    if runtime.place().size > 1:
+        sys.exit(alone(sys.argv[1], failing=1))
+    sys.exit(runtime.launch(lambda: alone(sys.argv[1], failing=1), 4))
