@@ -114,10 +114,11 @@ def main(work: Callable[[Runtime, Demo], None], *, ranks: int = 4) -> int:
 
 
 def _print_table(rows: list[tuple[Claim, ...]], seconds: dict[str, float]) -> None:
-    from rich.console import Console  # noqa: PLC0415, only rank 0 prints
+    from rich import box  # noqa: PLC0415, only rank 0 prints
+    from rich.console import Console  # noqa: PLC0415
     from rich.table import Table  # noqa: PLC0415
 
-    table = Table("claim", "formula", "expected", "measured, all ranks", "")
+    table = Table("claim", "formula", "expected", "all ranks", "", box=box.SIMPLE, pad_edge=False)
     for row in rows:
         values = sorted(claim.measured for claim in row if claim.measured is not None)
         span = "not on this system" if not values else _number(values[0])
@@ -127,8 +128,10 @@ def _print_table(rows: list[tuple[Claim, ...]], seconds: dict[str, float]) -> No
         table.add_row(row[0].name, row[0].formula, _number(row[0].expected), span, mark)
     console = Console(highlight=False)
     console.print(table)
+    if seconds:
+        console.print("times on rank 0, shown and not judged:")
     for name, value in seconds.items():
-        console.print(f"{name}: {value * 1000:.1f} ms on rank 0 (shown, not judged)")
+        console.print(f"{value * 1000:10.1f} ms  {name}")
 
 
 def _number(value: float) -> str:

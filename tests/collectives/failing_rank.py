@@ -8,6 +8,7 @@ import random
 import signal
 import sys
 import time
+from pathlib import Path
 
 import torch
 
@@ -36,6 +37,7 @@ def alone(mode, failing):
     with runtime.start(timeout=PATIENCE) as run:
         comm.barrier(group=run.world)
         if run.rank == failing:
+            Path("started").touch()
             time.sleep(0.2)
             fail(mode)
         comm.all_reduce(torch.ones(1), group=run.world)
@@ -49,15 +51,13 @@ def before_start(mode, failing):
         pass
 
 
-def in_sub_group(mode, failing):
-    """One rank never enters a collective of a sub-group of three; the fourth rank waits at the end of the block."""
+def in_sub_group():
+    """Rank 1 never enters a collective of a sub-group, and rank 3 is no member: only the sub-group can end the wait."""
     with runtime.start(timeout=3.0) as run:
-        outsider = (failing + 1) % run.size
-        group = run.new_group([rank for rank in range(run.size) if rank != outsider])
-        if run.rank == failing:
-            fail(mode)
-        if group is not None:
-            comm.all_reduce(torch.ones(1), group=group)
+        group = run.new_group([0, 1, 2])
+        if run.rank in (1, 3):
+            fail("sleep")
+        comm.all_reduce(torch.ones(1), group=group)
 
 
 def start_and_stop(times):
@@ -73,9 +73,9 @@ def start_and_stop(times):
             assert part.item() == sum(range(run.rank % 2, run.size, 2))
 
 
-def status(of_rank):
-    """Each rank returns its own exit status, without joining."""
-    return of_rank.get(runtime.place().rank)
+def end_with(statuses):
+    """Each rank's exit status, without joining."""
+    return statuses.get(runtime.place().rank)
 
 
 if __name__ == "__main__":
