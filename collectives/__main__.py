@@ -7,11 +7,15 @@ The pictures are of a few numbers a rank, the bytes of messages of 4 MB.
 """
 
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from collectives import comm, demo, layout, p2p, rng
 from collectives.demo import Demo
@@ -24,9 +28,10 @@ SAMPLES = 23  # in the permutation
 
 
 def work(run: Runtime, show: Demo) -> None:
-    """The five parts, one after the other."""
+    """The six parts, one after the other."""
     pictures(run, show)
     traffic(run, show)
+    memory(run, show)
     order_of_addition(run, show)
     boxes(run, show)
     permutation(run, show)
@@ -103,16 +108,53 @@ def traffic(run: Runtime, show: Demo) -> None:
         show.traffic(name, formula, expected, measured, calls=1)
 
     _print(run, f"n = {n:,} bytes; P = {size} ranks")
+    all_of_them = torch.empty(size * len(whole))  # the naive all_reduce: all send everything to all, and each adds up
+    cost("to all, naively", "n(P-1)", n * (size - 1), lambda: comm.all_gather_single(all_of_them, whole, group=group))
     cost("all_reduce, gloo's", "2n(P-1)/P", 2 * share, lambda: comm.all_reduce(whole, group=group))
     cost("all_reduce, ordered", "2n(P-1)/P", 2 * share, lambda: comm.all_reduce(whole, group=group, ordered=True))
     cost("reduce_scatter", "n(P-1)/P", share, lambda: comm.reduce_scatter_single(piece, whole, group=group))
     cost("all_gather", "n(P-1)/P", share, lambda: comm.all_gather_single(whole, piece, group=group))
     cost("all_to_all", "n(P-1)/P", share, lambda: comm.all_to_all_single(torch.empty_like(whole), whole, group=group))
-    cost("exchange, one neighbour", "n", n if size > 1 else 0, lambda: _shift(torch.empty_like(whole), whole, run))
+    cost("exchange, one peer", "n", n if size > 1 else 0, lambda: _shift(torch.empty_like(whole), whole, run))
     # Which rank sends how much of a broadcast depends on the tree; all together send n to each but the root.
     by_rank = comm.all_gather_object(sent(lambda: comm.broadcast(whole, 0, group=group)), group=group)
     total = None if None in by_rank else sum(by_rank)
     show.traffic("broadcast, all ranks", "n(P-1)", n * (size - 1), total, calls=size)
+
+
+def memory(run: Runtime, show: Demo) -> None:
+    """Bytes that the direct exchange allocates for a message of n bytes: the pieces that arrive, and up to two sums."""
+    piece = torch.ones(COUNT // run.size)
+    whole = torch.ones(run.size * len(piece))
+    sums = min(max(run.size - 2, 0), 2)
+    expected = (run.size - 1 + sums) * piece.nbytes
+    with _Allocated() as scattering:
+        comm.reduce_scatter_single(piece, whole, group=run.world)
+    with _Allocated() as gathering:
+        comm.all_gather_single(whole, piece, group=run.world)
+    show.claim("reduce_scatter memory", f"n(P-1)/P + {sums}n/P", expected, scattering.peak)
+    show.claim("all_gather memory", "0", 0, gathering.peak)
+
+
+class _Allocated(TorchDispatchMode):
+    """`peak`: the most bytes that lived at once of what torch's operations allocated while this is on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak = self.now = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        given = {tensor.untyped_storage() for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, Tensor)}
+        result = func(*args, **(kwargs or {}))
+        made = {tensor.untyped_storage() for tensor in tree_leaves(result) if isinstance(tensor, Tensor)} - given
+        for storage in made:
+            self._count(storage.nbytes())
+            weakref.finalize(storage, self._count, -storage.nbytes())
+        return result
+
+    def _count(self, nbytes: int) -> None:
+        self.now += nbytes
+        self.peak = max(self.peak, self.now)
 
 
 def order_of_addition(run: Runtime, show: Demo) -> None:
@@ -126,7 +168,7 @@ def order_of_addition(run: Runtime, show: Demo) -> None:
             comm.all_reduce(part, group=run.world, ordered=ordered)
         return int((one != three).sum())
 
-    show.claim("ordered sums, cut otherwise", "0 change bits", 0, changed(ordered=True))
+    show.claim("ordered, cut anew", "0 change bits", 0, changed(ordered=True))
     share = f"{changed(ordered=False):,} of {len(numbers):,}"
     _print(run, f"gloo's own all_reduce: {share} sums change bits when the buffer is cut in three")
 
@@ -143,17 +185,17 @@ def boxes(run: Runtime, show: Demo) -> None:
             for box, numbers in zip(held, flat.split([box.numel for box in held]), strict=True):
                 gathered[box.slices(Box.whole(SHAPE))] = numbers.view(box.local)
         lines = [f"  rank {rank}  {_intervals(held)}" for rank, (held, _) in enumerate(everyone)]
-        _print(run, f"a tensor of {SHAPE}, {name}", *lines)
-        show.claim(f"initial weights, {name}", "0 differ from the whole", 0, int((gathered != whole).sum()))
+        _print(run, f"boxes of a tensor {SHAPE}, cut by {name}", *lines)
+        show.claim(f"weights, {name}", "0 differ", 0, int((gathered != whole).sum()))
 
 
 def _cuts(size: int, rank: int) -> Iterator[tuple[str, list[Box]]]:
     """This rank's boxes of a tensor cut by rows, by columns, and as a flat range; pieces may be uneven or empty."""
     whole = Box.whole(SHAPE)
-    for dim, name in enumerate(("by rows", "by columns")):
+    for dim, name in enumerate(("rows", "columns")):
         start, stop = list(pairwise(_edges(SHAPE[dim], size)))[rank]
         yield name, [whole.cut(dim, start, stop - start)]
-    yield "as a flat range", layout.flat_range(SHAPE, *list(pairwise(_edges(whole.numel, size)))[rank])
+    yield "flat range", layout.flat_range(SHAPE, *list(pairwise(_edges(whole.numel, size)))[rank])
 
 
 def _edges(length: int, parts: int) -> list[int]:
@@ -175,7 +217,7 @@ def permutation(run: Runtime, show: Demo) -> None:
     everyone = comm.all_gather_object(mine.tolist(), group=run.world)
     _print(run, f"an order of {SAMPLES} samples", *(f"  rank {rank}  {_digits(p)}" for rank, p in enumerate(everyone)))
     places = sorted(place for part in everyone for place in part)
-    show.claim("samples in the order, each once", "all", SAMPLES, len(set(places)) if len(places) == SAMPLES else 0)
+    show.claim("samples, each once", "all", SAMPLES, len(set(places)) if len(places) == SAMPLES else 0)
 
 
 def _print(run: Runtime, *lines: str) -> None:

@@ -8,6 +8,7 @@ ranks counted in the group, and the choice of the algorithm, which is a rule and
   reduce_scatter is an all-reduce inside: it sends twice the bytes, and adds in an order that depends on the position in
   the buffer.)
 - NCCL: the backend's.
+- A mean of float16 or bfloat16 over gloo is our direct exchange, which adds in float32; gloo's sum would overflow.
 - `ordered=True` (all_reduce, reduce_scatter) adds in rank order 0, 1, 2 … for every element, on any backend, so that no
   bit depends on how tensors are packed into buffers. Of two ranks any sum is ordered.
 
@@ -19,6 +20,7 @@ reduce_scatter and all_gather n(P-1)/P of the whole, all_to_all n(P-1)/P, broadc
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -40,9 +42,11 @@ def all_reduce(
 ) -> Handle | None:
     """Before: every rank holds a tensor of the same shape. After: every rank holds their elementwise `op`, in place,
     the same bits.
+
+    All ranks wait on the handles of ordered ones in the same order: their second half starts at the wait.
     """
     _check_mean(tensor, op)
-    if ordered and dist.get_world_size(group) > 2:
+    if _low_mean(tensor, op, group) or (ordered and dist.get_world_size(group) > 2):
         return _in_place(tensor, lambda dense: direct.all_reduce(dense, op, group=group), async_op)
     return _in_place(tensor, lambda dense: dist.all_reduce(dense, op, group=group, async_op=True), async_op)
 
@@ -109,6 +113,8 @@ def reduce(
 ) -> Handle | None:
     """After: rank `group_dst` of the group holds the elementwise `op`, in place; the others' tensors are undefined."""
     _check_mean(tensor, op)
+    if _low_mean(tensor, op, group):
+        return all_reduce(tensor, op, group=group, async_op=async_op)
     return _in_place(
         tensor, lambda dense: dist.reduce(dense, op=op, group=group, async_op=True, group_dst=group_dst), async_op
     )
@@ -116,18 +122,23 @@ def reduce(
 
 def gather(output: Tensor | None, input: Tensor, group_dst: int, *, group: dist.ProcessGroup) -> None:
     """After: rank `group_dst` of the group holds all pieces along dim 0 of `output`; the others pass None."""
-    pieces = list(output.chunk(dist.get_world_size(group))) if output is not None else None
-    _check_dense(output)
-    dist.gather(input.contiguous(), pieces, group=group, group_dst=group_dst)
+    piece = input.detach().contiguous().view(-1)
+    whole = dense_like(output.detach()) if output is not None else None
+    pieces = list(whole.view(dist.get_world_size(group), -1)) if whole is not None else None
+    dist.gather(piece, pieces, group=group, group_dst=group_dst)
+    if output is not None and not output.is_contiguous():
+        output.detach().copy_(whole)
 
 
 def scatter(output: Tensor, input: Tensor | None, group_src: int, *, group: dist.ProcessGroup) -> None:
     """After: rank r holds piece r along dim 0 of what rank `group_src` of the group passed as `input`; the others pass
     None.
     """
-    pieces = list(input.contiguous().chunk(dist.get_world_size(group))) if input is not None else None
-    _check_dense(output)
-    dist.scatter(output, pieces, group=group, group_src=group_src)
+    pieces = list(input.detach().contiguous().view(dist.get_world_size(group), -1)) if input is not None else None
+    dense = dense_like(output.detach())
+    dist.scatter(dense.view(-1), pieces, group=group, group_src=group_src)
+    if not output.is_contiguous():
+        output.detach().copy_(dense)
 
 
 def barrier(*, group: dist.ProcessGroup) -> None:
@@ -183,6 +194,5 @@ def _check_mean(tensor: Tensor, op: Any) -> None:
         raise ValueError(f"a mean of {tensor.dtype} tensors is refused: sum them and divide as you mean it")
 
 
-def _check_dense(tensor: Tensor | None) -> None:
-    if tensor is not None and not tensor.is_contiguous():
-        raise ValueError("the output is strided: pass a contiguous tensor")
+def _low_mean(tensor: Tensor, op: Any, group: dist.ProcessGroup) -> bool:
+    return op == AVG and tensor.dtype in (torch.float16, torch.bfloat16) and dist.get_backend(group) == "gloo"

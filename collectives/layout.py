@@ -154,14 +154,13 @@ def cut(param: nn.Parameter, dim: int, start: int, length: int) -> None:
     A parameter of several boxes is cut along dim 0, in which they follow one another.
     """
     held = param.held
-    if len(held.boxes) == 1:
+    stacked = param.dim() > 0 and all(box.local[1:] == param.shape[1:] for box in held.boxes)
+    if len(held.boxes) == 1 and held.boxes[0].local == param.shape:
         boxes = [held.boxes[0].cut(dim, start, length)]
-    elif dim == 0:
+    elif dim == 0 and stacked:
         boxes = list(_cut_sequence(held.boxes, start, length))
     else:
-        raise ValueError(
-            f"{held.name} has {len(held.boxes)} boxes: cut it along dim 0, or before it is cut into several"
-        )
+        raise ValueError(f"{held.name} is {len(held.boxes)} boxes in a row: cut it before it is made into them")
     param.data = param.data.narrow(dim, start, length).contiguous()
     param.held = replace(held, boxes=tuple(boxes), copies=None, copy=None)
 

@@ -25,9 +25,10 @@ def grad_norm(params: Sequence[nn.Parameter], *, group: dist.ProcessGroup) -> Te
     with_grad = [param for param in params if param.grad is not None]
     device = params[0].device if params else None
     total = torch.zeros((), dtype=torch.float64, device=device)
-    norms = torch._foreach_norm([param.grad for param in with_grad]) if with_grad else []
+    grads = [param.grad for param in with_grad]
+    norms = torch._foreach_norm(grads, 2, torch.float64) if grads else []  # in float64: float32 squares overflow
     for param, norm in zip(with_grad, norms, strict=True):
-        total += norm.double().square() / param.held.copies
+        total += norm.square() / param.held.copies
     comm.all_reduce(total, group=group, ordered=True)
     return total.sqrt()
 
@@ -37,4 +38,5 @@ def clip(params: Sequence[nn.Parameter], norm: Tensor, limit: float) -> None:
     """Scale all gradients by min(1, limit / norm); 1e-6 is added to the norm as PyTorch does."""
     grads = [param.grad for param in params if param.grad is not None]
     factor = (limit / (norm + 1e-6)).clamp(max=1.0)
-    torch._foreach_mul_(grads, factor)
+    if grads:
+        torch._foreach_mul_(grads, factor)

@@ -67,9 +67,9 @@ def keep(key: int, rows: Tensor, width: int, p: float) -> Tensor:
     Element c of row r looks at 16 bits: lane c % 4 (lowest first) of the hash at r * ceil(width / 4) + c // 4.
     """
     groups = -(-width // 4)
-    index = rows.unsqueeze(-1) * groups + torch.arange(groups, device=rows.device)
-    lanes = bits(key, index).view(torch.int16)[..., :width]
-    return lanes >= _threshold(p) - 2**15
+    index = rows.reshape(-1, 1) * groups + torch.arange(groups, device=rows.device)
+    lanes = bits(key, index).reshape(-1).view(torch.int16).view(*rows.shape, 4 * groups)
+    return lanes[..., :width] >= _threshold(p) - 2**15
 
 
 def dropout(x: Tensor, key: int, rows: Tensor, p: float) -> Tensor:
@@ -140,6 +140,7 @@ def _signed(value: int) -> int:
 
 
 def _threshold(p: float) -> int:
-    if not 0 <= p < 1:
-        raise ValueError(f"dropout of {p} is not in [0, 1)")
-    return round(p * 2**16)
+    threshold = round(p * 2**16) if 0 <= p < 1 else 2**16
+    if threshold == 2**16:
+        raise ValueError(f"dropout of {p} must be at least 0 and, rounded to 1/65536, less than 1")
+    return threshold

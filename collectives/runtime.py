@@ -14,7 +14,6 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import signal
-import socket
 import sys
 import threading
 import traceback
@@ -25,6 +24,7 @@ from typing import NoReturn
 
 import torch
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
 
 @dataclass(frozen=True)
@@ -100,9 +100,9 @@ def start(*, timeout: float = 600.0, device: str | None = None, backend: str | N
     if where.type == "cuda":
         torch.cuda.set_device(where)
     patience = timedelta(seconds=timeout)
-    alone = {"store": dist.HashStore(), "rank": 0, "world_size": 1} if here.size == 1 else {}
     eager = {"device_id": where} if backend == "nccl" else {}
-    dist.init_process_group(backend, timeout=patience, **alone, **eager)
+    joining = {"store": _store(here, patience), "rank": here.rank, "world_size": here.size}
+    dist.init_process_group(backend, timeout=patience, **joining, **eager)
     assert dist.group.WORLD is not None
     try:
         yield Runtime(here.rank, here.size, where, backend, patience, dist.group.WORLD)
@@ -113,6 +113,14 @@ def start(*, timeout: float = 600.0, device: str | None = None, backend: str | N
         dist.destroy_process_group()
         raise
     dist.destroy_process_group()
+
+
+def _store(here: Place, timeout: timedelta) -> dist.Store:
+    """Where the ranks find each other. A second start in one process gets keys of its own."""
+    if here.size == 1:
+        return dist.HashStore()
+    store, _, _ = next(rendezvous("env://", timeout=timeout))
+    return dist.PrefixStore(f"start {store.add(f'starts of rank {here.rank}', 1)}", store)
 
 
 def _own_device(here: Place) -> torch.device:
@@ -146,10 +154,11 @@ def launch(main: Callable[[], int | None], ranks: int) -> int:
     """
     # Only this process keeps the writing end open: when it ends, however it ends, the ranks read an end of file.
     reader, writer = os.pipe()
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        port = probe.getsockname()[1]
-    shared = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "localhost", "MASTER_PORT": port}
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    shared = {
+        **{"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "localhost", "MASTER_PORT": store.port},
+        **{"TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RESTART_COUNT": 0},  # the store is ours, not rank 0's
+    }
 
     def rank_main(rank: int) -> None:
         os.close(writer)
@@ -174,12 +183,11 @@ def launch(main: Callable[[], int | None], ranks: int) -> int:
 
 def _watch(processes: Sequence[multiprocessing.process.BaseProcess]) -> int:
     """Wait until all have ended well, or until one has not; the exit status."""
-    while all(process.exitcode in (None, 0) for process in processes):
-        running = [process.sentinel for process in processes if process.exitcode is None]
-        if not running:
-            return 0
-        multiprocessing.connection.wait(running)
-    for rank, process in enumerate(processes):
-        if process.exitcode is not None and process.exitcode < 0:
-            print(f"rank {rank} was killed by {signal.Signals(-process.exitcode).name}", file=sys.stderr)
-    return 1
+    codes = [process.exitcode for process in processes]  # each is looked at once: another may end at any moment
+    while None in codes and not any(codes):
+        multiprocessing.connection.wait([p.sentinel for p, code in zip(processes, codes, strict=True) if code is None])
+        codes = [process.exitcode for process in processes]
+    for rank, code in enumerate(codes):
+        if code is not None and code < 0:
+            print(f"rank {rank} was killed by {signal.Signals(-code).name}", file=sys.stderr)
+    return 1 if any(codes) else 0

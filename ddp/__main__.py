@@ -87,16 +87,16 @@ def work(run: Runtime, show: Demo) -> None:
     n, weights = sum(grad.nbytes for grad in gradients), sum(value.nbytes for value in ours)
     state = [value for entry in optimizer.state.values() for value in entry.values()]
     moved = [after - before for after, before in zip(expected, initial, strict=True)]
-    show.parity("gradients, every step", gradient_error, 1e-12)
-    show.parity(f"update of {STEPS} steps", _error(ours, expected, moved), 1e-10)
+    show.parity("gradients", gradient_error, 1e-12)
+    show.parity(f"update, {STEPS} steps", _error(ours, expected, moved), 1e-10)
     digest = hashlib.sha256(torch.cat([value.flatten() for value in ours]).numpy()).hexdigest()
     digests = set(comm.all_gather_object(digest, group=run.world))
     show.claim("different replicas", "1, bit for bit", 1, len(digests))
-    show.claim("parameters without gradient", "1 is unused", 1, len(ours) - len(gradients))
-    show.claim("all_reduces a step", "gradients + 1", len(gradients) + 1, calls)
+    show.claim("without gradient", "the unused one", 1, len(ours) - len(gradients))
+    show.claim("all_reduces a step", "a gradient, + 1", len(gradients) + 1, calls)
     show.traffic("bytes sent a step", "2n(P-1)/P", 2 * n * (run.size - 1) // run.size, sent, calls=calls)
     held = _memory([*model.parameters(), *gradients, *state])
-    show.claim("bytes of model state", "weights + 2n, for any P", weights + 2 * n, held)
+    show.claim("bytes of state", "3n + the unused", weights + 2 * n, held)
     if run.rank == 0:
         print(f"{ROWS} rows dealt to {run.size} ranks: {[len(part) for part in dealt]}; n = {n:,} bytes of gradients")
 

@@ -1,6 +1,6 @@
-"""Jobs in which one rank does not do its part: `python -m tests.collectives.failing_rank raise` starts 4 local ranks.
+"""Jobs in which one rank leaves the others alone: `python -m tests.collectives.failing_rank raise` starts 4 ranks.
 
-Under torchrun, the same module is one of its ranks.
+Under torchrun, the same command is one of its ranks.
 """
 
 import os
@@ -78,7 +78,11 @@ def end_with(statuses):
     return statuses.get(runtime.place().rank)
 
 
+def main():
+    """What the command line asks for; rank 1 is the one that fails."""
+    mode = sys.argv[1]
+    return start_and_stop(3) if mode == "again" else alone(mode, failing=1)
+
+
 if __name__ == "__main__":
-    if runtime.place().size > 1:
-        sys.exit(alone(sys.argv[1], failing=1))
-    sys.exit(runtime.launch(lambda: alone(sys.argv[1], failing=1), 4))
+    sys.exit(main() if runtime.place().size > 1 else runtime.launch(main, 4))
