@@ -151,7 +151,7 @@ def main() -> int:
     """Print the tables that were asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="*", default=[1, 2, 4], help="1 is randomness (default 1 2 4)")
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--rounds", type=int, default=21)
     options = parser.parse_args()
 
     def rank_main() -> None:

@@ -23,7 +23,7 @@ def grad_norm(params: Sequence[nn.Parameter], *, group: dist.ProcessGroup) -> Te
     every rank calls it.
     """
     with_grad = [param for param in params if param.grad is not None]
-    device = params[0].device if params else None
+    device = "cuda" if dist.get_backend(group) == "nccl" else None
     total = torch.zeros((), dtype=torch.float64, device=device)
     grads = [param.grad for param in with_grad]
     norms = torch._foreach_norm(grads, 2, torch.float64) if grads else []  # in float64: float32 squares overflow

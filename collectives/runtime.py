@@ -14,6 +14,7 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import signal
+import socket
 import sys
 import threading
 import traceback
@@ -154,9 +155,10 @@ def launch(main: Callable[[], int | None], ranks: int) -> int:
     """
     # Only this process keeps the writing end open: when it ends, however it ends, the ranks read an end of file.
     reader, writer = os.pipe()
-    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    listener = socket.create_server(("localhost", 0))
+    port = listener.getsockname()[1]
     shared = {
-        **{"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "localhost", "MASTER_PORT": store.port},
+        **{"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "localhost", "MASTER_PORT": port},
         **{"TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RESTART_COUNT": 0},  # the store is ours, not rank 0's
     }
 
@@ -171,7 +173,13 @@ def launch(main: Callable[[], int | None], ranks: int) -> int:
     try:
         for process in processes:
             process.start()
-        return _watch(processes)
+        # The store's threads start after the fork, which they would not survive; the ranks may knock already.
+        store = dist.TCPStore(
+            "localhost", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+        )
+        status = _watch(processes)
+        del store
+        return status
     finally:
         for process in processes:
             if process.pid is not None:
@@ -190,4 +198,6 @@ def _watch(processes: Sequence[multiprocessing.process.BaseProcess]) -> int:
     for rank, code in enumerate(codes):
         if code is not None and code < 0:
             print(f"rank {rank} was killed by {signal.Signals(-code).name}", file=sys.stderr)
+        elif code == 0 and any(codes):
+            print(f"rank {rank} had ended before, with status 0", file=sys.stderr)
     return 1 if any(codes) else 0

@@ -3,8 +3,11 @@
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 from tests.pool import Pool
+
+torch.set_num_threads(1)  # as every rank has: two threads beside two ranks on two cores take turns
 
 
 @pytest.fixture(scope="session")

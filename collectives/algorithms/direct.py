@@ -69,7 +69,7 @@ def _reduce_pieces(output: Tensor, pieces: Sequence[Tensor], op: Any, *, rank: i
     arrived = list(torch.empty(len(peers), output.numel(), dtype=output.dtype, device=output.device))
     works = exchange([(pieces[peer], peer) for peer in peers], list(zip(arrived, peers, strict=True)), group=group)
     in_order = [*arrived[:rank], pieces[rank], *arrived[rank:]]
-    return Handle([works], lambda: _combine(output, in_order, op))
+    return Handle([works], lambda: _combine(output, in_order, op, scratch=arrived[0] if arrived else output))
 
 
 def _gather_pieces(pieces: Sequence[Tensor], *, rank: int, group: dist.ProcessGroup) -> Handle:
@@ -77,9 +77,9 @@ def _gather_pieces(pieces: Sequence[Tensor], *, rank: int, group: dist.ProcessGr
     return exchange([(pieces[rank], peer) for peer in peers], [(pieces[peer], peer) for peer in peers], group=group)
 
 
-def _combine(output: Tensor, parts: Sequence[Tensor], op: Any) -> None:
+def _combine(output: Tensor, parts: Sequence[Tensor], op: Any, *, scratch: Tensor) -> None:
     """output = parts[0] op parts[1] op …; `output` may be one of the parts, so nothing is written into it before the
-    last step.
+    last step. `scratch` is the first or second part, free to be overwritten when the first step has read it.
     """
     combine = _COMBINE[op]
     low = output.dtype in (torch.float16, torch.bfloat16)
@@ -87,7 +87,7 @@ def _combine(output: Tensor, parts: Sequence[Tensor], op: Any) -> None:
     for i, part in enumerate(parts[1:], start=1):
         # IDEA: every element is summed in rank order, wherever it lies, so packing and bucket size change no bit.
         last = i == len(parts) - 1
-        total = combine(total, part, out=output if last and not low else None)
+        total = combine(total, part, out=total if low else output if last else scratch)
     if op == dist.ReduceOp.AVG:
         total = total / len(parts)
     if total.data_ptr() != output.data_ptr():

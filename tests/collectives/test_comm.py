@@ -319,12 +319,12 @@ def test_ordered_is_from_left_to_right_wherever_it_lies(pool, op, dtype, ranks):
 COMBINE = direct._combine
 
 
-def from_right_to_left(output, parts, op):
-    COMBINE(output, parts[::-1], op)
+def from_right_to_left(output, parts, op, *, scratch):
+    COMBINE(output, parts[::-1], op, scratch=torch.empty_like(scratch))
 
 
-def without_the_last(output, parts, op):
-    COMBINE(output, parts[:-1], op)
+def without_the_last(output, parts, op, *, scratch):
+    COMBINE(output, parts[:-1], op, scratch=torch.empty_like(scratch))
 
 
 def with_combine(run, combine, job, *args):
@@ -456,6 +456,40 @@ def in_another_order(run, ordered):
 @pytest.mark.parametrize("ordered", [False, True])
 def test_ranks_wait_in_another_order_than_they_started(pool, ordered):
     assert pool.run(3, in_another_order, ordered) == [[{6.0}, {33.0}, {303.0}]] * 3
+
+
+def seconds_in_barrier(run):
+    if run.rank == 1:
+        time.sleep(0.3)
+    begin = time.perf_counter()
+    comm.barrier(group=run.world)
+    return time.perf_counter() - begin
+
+
+def test_nobody_leaves_a_barrier_before_the_last_has_come(pool):
+    pool.run(3, seconds_in_barrier)
+    seconds = pool.run(3, seconds_in_barrier)
+    assert min(seconds[0], seconds[2]) > 0.2
+
+
+def sizes_refused(run, operation):
+    """What each rank is told about an output that does not fit; afterwards nobody waits."""
+    few, many = torch.zeros(100_001), torch.zeros(300_000)
+    call, output, given = {
+        "reduce_scatter": (comm.reduce_scatter_single, few, many),
+        "all_gather": (comm.all_gather_single, many, few),
+    }[operation]
+    try:
+        call(output, given, group=run.world)
+    except ValueError as refusal:
+        comm.barrier(group=run.world)
+        return str(refusal)
+
+
+@pytest.mark.parametrize("operation", ["reduce_scatter", "all_gather"])
+def test_sizes_that_do_not_fit_are_refused_on_every_rank(pool, operation):
+    for refusal in pool.run(3, sizes_refused, operation):
+        assert "300000 elements, not 3 times the" in refusal
 
 
 # ---- patterns

@@ -51,6 +51,14 @@ def test_missing_variables_are_named(monkeypatch, missing):
         runtime.place()
 
 
+def test_the_device_is_the_one_of_the_local_rank(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    assert runtime._own_device(runtime.Place(rank=5, size=8, local_rank=1, local_size=4)) == torch.device("cuda", 1)
+    with pytest.raises(ValueError, match="local rank 8 has no GPU, this machine has 8"):
+        runtime._own_device(runtime.Place(rank=8, size=16, local_rank=8, local_size=16))
+
+
 # ---- jobs of several processes
 
 
