@@ -11,7 +11,7 @@ FOLDER ?=
 $(READY): constraints.txt pyproject.toml
 	rm -rf .venv
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(BIN)/pip install -qq --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	touch $@
 
 train: $(READY)  ## a GPT on the Python standard library's sources, on 2 ranks; ARGS='--train.steps 20' overrides

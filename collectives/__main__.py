@@ -123,16 +123,14 @@ def traffic(run: Runtime, show: Demo) -> None:
 
 
 def memory(run: Runtime, show: Demo) -> None:
-    """Bytes that the direct exchange allocates for a message of n bytes: the pieces that arrive, and up to two sums."""
+    """Bytes that the direct exchange allocates for a message of n bytes: the pieces that arrive."""
     piece = torch.ones(COUNT // run.size)
     whole = torch.ones(run.size * len(piece))
-    sums = min(max(run.size - 2, 0), 2)
-    expected = (run.size - 1 + sums) * piece.nbytes
     with _Allocated() as scattering:
         comm.reduce_scatter_single(piece, whole, group=run.world)
     with _Allocated() as gathering:
         comm.all_gather_single(whole, piece, group=run.world)
-    show.claim("reduce_scatter memory", f"n(P-1)/P + {sums}n/P", expected, scattering.peak)
+    show.claim("reduce_scatter memory", "n(P-1)/P", (run.size - 1) * piece.nbytes, scattering.peak)
     show.claim("all_gather memory", "0", 0, gathering.peak)
 
 
