@@ -108,7 +108,7 @@ def main(work: Callable[[Runtime, Demo], None], *, ranks: int = 4) -> int:
             fine = demo.finish()
         return 0 if fine else 1
 
-    if runtime.place().size > 1:
+    if runtime.launched():
         return rank_main()
     return runtime.launch(rank_main, options.ranks)
 
@@ -135,4 +135,4 @@ def _print_table(rows: list[tuple[Claim, ...]], seconds: dict[str, float]) -> No
 
 
 def _number(value: float) -> str:
-    return f"{value:,.0f}" if float(value).is_integer() else f"{value:.3g}"
+    return f"{value:,.0f}" if float(value).is_integer() or abs(value) >= 1000 else f"{value:.3g}"

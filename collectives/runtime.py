@@ -57,6 +57,11 @@ def place() -> Place:
     )
 
 
+def launched() -> bool:
+    """Whether a launcher started this process, be it as the only rank."""
+    return "RANK" in os.environ
+
+
 @dataclass
 class Runtime:
     """A started rank. `world` is the group of all ranks; `new_group` makes the others."""

@@ -41,8 +41,8 @@ class NaiveDDP:
         yield
 
     def finish(self) -> None:
-        """Before: each `p.grad` is this rank's own, summed over its microbatches. After: it is the sum (or mean) over
-        the group.
+        """Once a step. Before: each `p.grad` is this rank's own, summed over its microbatches. After: it is the sum (or
+        mean) over the group.
 
         A parameter that some ranks did not use counts as zero there; one that no rank used keeps grad None.
         """
@@ -83,18 +83,21 @@ def wrap(
     average: bool = True,
     device: torch.device | None = None,
 ) -> NaiveDDP:
-    """Make `module` data parallel over `group`. Before: any values on each rank. After: those of the group's rank 0
-    everywhere.
+    """Make `module` data parallel over `group`. Before: any values on each rank. After: those of the group's rank 0.
 
-    params: those to treat, default all that need a gradient. average: divide by the number of ranks, as PyTorch's DDP
-    does (False: the sum, when the loss is already scaled by the whole batch's count). Parameters on the meta device get
-    memory on `device` and no values: whoever built them so initialises them afterwards, the same on every rank.
+    params: those to treat, default all of the module's, with its buffers. Frozen ones have no gradient to reduce; once
+    unfrozen, on all ranks, they have. average: divide by the number of ranks, as PyTorch's DDP does (False: the sum,
+    when the loss is already scaled by the whole batch's count). Parameters on the meta device get memory on `device`
+    and no values: whoever built them so initialises them afterwards, the same on every rank. Raises ValueError for
+    buffers on the meta device.
     """
-    params = [p for p in module.parameters() if p.requires_grad] if params is None else list(params)
-    for tensor in [*params, *module.buffers()]:
-        if not tensor.is_meta:
+    buffers = dict(module.named_buffers()) if params is None else {}
+    params = list(dict.fromkeys(module.parameters() if params is None else params))
+    if empty := [name for name, buffer in buffers.items() if buffer.is_meta]:
+        raise ValueError(f"buffers {empty} are on the meta device: give them values before wrap, nobody will later")
+    for tensor in [*params, *buffers.values()]:
+        if tensor.is_meta:
+            layout.materialize(tensor, device or torch.device("cpu"))
+        else:
             comm.broadcast(tensor, 0, group=group)
-    for param in params:
-        if param.is_meta:
-            layout.materialize(param, device or torch.device("cpu"))
     return NaiveDDP(params, group, average=average)

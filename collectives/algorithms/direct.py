@@ -89,6 +89,6 @@ def _combine(output: Tensor, parts: Sequence[Tensor], op: Any, *, scratch: Tenso
         last = i == len(parts) - 1
         total = combine(total, part, out=total if low else output if last else scratch)
     if op == dist.ReduceOp.AVG:
-        total = total / len(parts)
+        total = torch.div(total, len(parts), out=total if low else output)
     if total.data_ptr() != output.data_ptr():
         output.copy_(total)
