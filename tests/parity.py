@@ -24,7 +24,7 @@ from tests.pool import Pool
 from tests.reference import loop
 
 ULP = torch.finfo(torch.float64).eps
-STEPS = 4
+STEPS = 3
 VOCAB, CONTEXT = 37, 16
 MODEL = ModelConfig(vocab=VOCAB, layers=2, width=16, heads=4, kv_heads=2, hidden=20)
 SGD = TrainConfig(steps=6, batch=7, optimizer="sgd", lr=0.5, warmup=2, clip=0.5, dtype="float64", seed=3)

@@ -161,7 +161,7 @@ def test_ranks_that_hang_are_named_with_their_stacks(pool):
     workers = pool.run(3, process_id)
     begin = time.perf_counter()
     with pytest.raises(RankHung, match=r"ranks \[0, 2\] of 3 hang") as failure:
-        pool.run(3, stay_away, 1, timeout=2)
+        pool.run(3, stay_away, 1, timeout=1)
     assert time.perf_counter() - begin < NOTICED
     for rank in (0, 2):
         stack = str(failure.value).split(f"\nrank {rank}: ")[1].split("\nrank ")[0]
@@ -175,7 +175,7 @@ def test_a_stopped_rank_is_named_and_killed(pool):
     workers = pool.run(3, process_id)
     begin = time.perf_counter()
     with pytest.raises(RankHung, match=r"ranks \[0, 1, 2\] of 3 hang") as failure:
-        pool.run(3, die_alone, 1, "SIGSTOP", timeout=2)
+        pool.run(3, die_alone, 1, "SIGSTOP", timeout=1)
     assert time.perf_counter() - begin < NOTICED
     assert "rank 1: no stack" in str(failure.value)
     assert str(failure.value).count("in all_reduce\n") == 2

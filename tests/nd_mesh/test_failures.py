@@ -32,11 +32,13 @@ def test_raise_anywhere(tmp_path, place):
     judge_raise(failing("raise", place, tmp_path, ranks=4), rank=3)
 
 
+@pytest.mark.drill
 def test_kill(tmp_path):
     ending = failing("kill", "update", tmp_path)
     assert ending.status != 0 and ending.gone_after < 10, ending
 
 
+@pytest.mark.drill
 def test_exit_with_zero(tmp_path):
     ending = failing("exit", "gradients", tmp_path, error="rank 1 left the job alone: sys.exit(0)")
     assert ending.status != 0 and ending.gone_after < 10 and ending.error_after < 10, ending
@@ -57,7 +59,7 @@ def test_stop(tmp_path):
     assert ending.status != 0 and ending.error_after < 10 and ending.gone_after < 45, ending
 
 
-@pytest.mark.parametrize("place", ["gradients", "report"])
+@pytest.mark.parametrize("place", ["gradients", pytest.param("report", marks=pytest.mark.drill)])
 def test_raise_in_a_world_of_one(tmp_path, place):
     ending = jobs.run([sys.executable, *SCRIPT, "raise", place, str(tmp_path)])
     assert ending.status != 0 and ending.gone_after < 10
