@@ -73,7 +73,7 @@ class TrainConfig(_Strict):
     batch: int = 16  # rows of a global batch, dealt out over dp · fsdp, then over microbatches
     microbatches: int = 1
     optimizer: Literal["adamw", "sgd"] = "adamw"
-    lr: float = 4e-3
+    lr: float = 2e-3
     warmup: int = 20  # steps of linear warm-up, then a cosine to min_lr · lr
     min_lr: float = 0.1
     weight_decay: float = 0.1  # on matrices only
