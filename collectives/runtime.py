@@ -186,10 +186,11 @@ def launch(main: Callable[[], int | None], ranks: int) -> int:
         del store
         return status
     finally:
-        for process in processes:
-            if process.pid is not None:
-                process.kill()
-                process.join()
+        started = [process for process in processes if process.pid is not None]
+        for process in started:  # all of them before we wait for one, or it would complain of its dead peers
+            process.kill()
+        for process in started:
+            process.join()
         os.close(writer)
         os.close(reader)
 

@@ -42,6 +42,8 @@ def main(arguments: Sequence[str]) -> int:
         here = runtime.place()
         told_by = f"rank {here.rank}: " if here.size > 1 else ""
         chosen, unknown = parser().parse_known_args(arguments)
+        if unknown and not unknown[0].startswith("--"):
+            raise config.ConfigError(f"unexpected argument {unknown[0]!r}: one configuration, then options")
         if unknown:
             raise config.ConfigError(config.unknown(unknown[0].removeprefix("--").split("=")[0]))
         if chosen.command == "plot":

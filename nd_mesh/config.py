@@ -8,10 +8,11 @@ and combinations that cannot run by `check`; every rank does so for itself, with
 """
 
 import difflib
+import json
 import math
 import tomllib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,7 +24,7 @@ class ConfigError(ValueError):
 
 
 class _Strict:
-    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012, pydantic reads it; an unknown key is an error
+    __pydantic_config__ = {"extra": "forbid", "strict": True}  # noqa: RUF012, read by pydantic: no key unknown, no "3" for 3
 
 
 @dataclass(frozen=True)
@@ -115,6 +116,8 @@ def names() -> dict[str, type]:
 
 def load(path: str | Path, overrides: Mapping[str, str]) -> Config:
     """The configuration in a TOML file, dotted names overridden by text as typed; raises ConfigError, in one line."""
+    if Path(path).exists() and not Path(path).is_file():
+        raise ConfigError(f"the configuration {path} is not a file")
     try:
         tables = tomllib.loads(Path(path).read_text())
     except OSError as error:
@@ -136,7 +139,8 @@ def validated(tables: Mapping[str, Any]) -> Config:
     import pydantic  # noqa: PLC0415, only reading a file needs it: the trainer runs without
 
     try:
-        return pydantic.TypeAdapter(Config).validate_python(tables)
+        # As JSON, whose arrays may be tuples and whose tables dataclasses although values are not converted otherwise.
+        return pydantic.TypeAdapter(Config).validate_json(json.dumps(tables, default=str))
     except pydantic.ValidationError as invalid:
         raise ConfigError("; ".join(_explain(error) for error in invalid.errors())) from invalid
 
@@ -146,7 +150,7 @@ def unknown(name: str) -> str:
     elsewhere = [known for known in names() if known.split(".")[1] == name.rsplit(".", 1)[-1]]
     tables = [table.name for table in fields(Config)]
     [near] = elsewhere[:1] or difflib.get_close_matches(name, [*names(), *tables], n=1, cutoff=0.0)
-    return f"unknown setting {name}: did you mean {near}?"
+    return f"unknown setting {name if name.isprintable() else repr(name)}: did you mean {near}?"
 
 
 def check(config: Config, world: int) -> None:
@@ -160,8 +164,9 @@ _POSITIVE = (
     *("model.vocab", "model.layers", "model.width", "model.heads", "model.kv_heads", "model.hidden", "model.rope_base"),
     *("data.context", "train.steps", "train.batch", "train.microbatches", "train.timeout", "train.eps"),
 )
+_TOO_LARGE = 2**31
 _NOT_NEGATIVE = (
-    *("train.lr", "train.warmup", "train.min_lr", "train.weight_decay", "train.momentum"),
+    *("train.lr", "train.warmup", "train.min_lr", "train.weight_decay"),
     *("train.clip", "train.evaluate_every", "train.sample"),
 )
 
@@ -175,9 +180,18 @@ def _out_of_range(config: Config) -> Iterator[str]:
             yield f"{name}={value} must be positive"
         elif name in _NOT_NEGATIVE and value < 0:
             yield f"{name}={value} must not be negative"
-    for name in ("model.dropout", "train.betas"):
-        if not all(0 <= value < 1 for value in np.atleast_1d(values[name])):
-            yield f"{name}={values[name]} must be at least 0 and less than 1"
+        elif isinstance(value, int | float) and abs(value) >= _TOO_LARGE:
+            yield f"{name}={value} must be less than {_TOO_LARGE}"
+    for name in ("model.dropout", "train.momentum", "train.betas"):
+        if not all(0 <= value < 1 - 2**-16 for value in np.atleast_1d(values[name])):
+            yield f"{name}={values[name]} must be at least 0 and less than 1 - 2^-16"
+    if config.train.min_lr > 1:
+        yield f"train.min_lr={config.train.min_lr} is a share of train.lr: at most 1"
+    if config.train.timeout < 1:
+        yield f"train.timeout={config.train.timeout} must be at least 1 second"
+    end = config.data.document_end
+    if end is not None and (config.data.format == "text" or not 0 <= end < config.model.vocab):
+        yield f"data.document_end={end} must be an id of the vocabulary, and data.format one of token ids"
     prompt = config.train.prompt.encode()
     if config.data.format == "text" and (not prompt or max(prompt) >= config.model.vocab):
         yield f"train.prompt={config.train.prompt!r} must be text of at least one byte, each less than model.vocab"
@@ -203,19 +217,16 @@ def _model_mistakes(model: ModelConfig) -> Iterator[str]:
         yield f"model.width={model.width} is not an even multiple of model.heads={model.heads}: RoPE turns pairs"
 
 
-def tables(config: Any) -> dict[str, Any]:
-    """A configuration as nested dictionaries, as `validated` reads them."""
-    return {f.name: tables(value) if is_dataclass(value := getattr(config, f.name)) else value for f in fields(config)}
-
-
 def _explain(error: Mapping[str, Any]) -> str:
     name = ".".join(str(part) for part in error["loc"])
     if error["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
         return unknown(name)
-    return f"{name}={error['input']!r}: {error['msg'][0].lower()}{error['msg'][1:]}"
+    return f"{name}={error['input']!r}: {error['msg'][0].lower()}{error['msg'][1:]}".replace("\n", " ")
 
 
 def _toml_value(text: str) -> Any:
+    if "\n" in text:
+        return text
     try:
         return tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:

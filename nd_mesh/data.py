@@ -167,7 +167,10 @@ def _text_files(config: DataConfig) -> list[Path]:
         return [root]
     if not root.is_dir():
         raise ConfigError(f"data.path={root} does not exist")
-    files = [path for path in root.rglob(config.glob) if path.is_file()]
+    try:
+        files = [path for path in root.rglob(config.glob) if path.is_file()]
+    except (NotImplementedError, ValueError) as error:
+        raise ConfigError(f"data.glob={config.glob!r} is not a pattern: {error}") from error
     visible = sorted(path for path in files if not any(part.startswith(".") for part in path.relative_to(root).parts))
     if not visible:
         raise ConfigError(f"data.path={root} has no file that matches data.glob={config.glob!r}")

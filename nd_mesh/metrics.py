@@ -38,7 +38,8 @@ class Report:
         from rich.console import Console  # noqa: PLC0415, an extra for the one who watches
         from rich.progress import BarColumn, Progress, TextColumn  # noqa: PLC0415
 
-        self.out, self.steps, self.shown = out, steps, shown
+        self.out, self.steps, self.shown = out.absolute(), steps, shown
+        out = self.out
         self.console = Console(highlight=False, soft_wrap=True, quiet=not shown)
         self.progress = Progress(
             BarColumn(8), TextColumn("{task.description}"), console=self.console, auto_refresh=False, disable=not shown
@@ -90,8 +91,8 @@ class Report:
         self.file.close()
         try:
             plot([self.out], self.out / "loss.png")
-        except ImportError:
-            self.say("no loss.png: matplotlib is not installed")
+        except Exception as failure:  # a curve that cannot be drawn, for want of matplotlib or otherwise, ends no run
+            self.say(f"no loss.png: {failure}")
 
     def _write(self, record: dict) -> None:
         if self.shown:
@@ -102,19 +103,23 @@ class Report:
 def check_folder(out: Path) -> None:
     """Raise ConfigError unless a run may write into `out`: it is new, empty, or an earlier run's, which is kept aside.
     """
-    if out.exists() and not out.is_dir():
-        raise ConfigError(f"train.out={out} is a file: name a folder")
-    if out.exists() and any(out.iterdir()) and not (out / "metrics.jsonl").exists():
+    out = out.absolute()
+    if "\0" in str(out):
+        raise ConfigError(f"train.out={str(out)!r} is not a path")
+    if os.path.lexists(out) and not out.is_dir():
+        raise ConfigError(f"train.out={out} exists and is not a folder: name a folder")
+    earlier = (out / "metrics.jsonl").exists()
+    if out.is_dir() and any(out.iterdir()) and not earlier:
         raise ConfigError(f"train.out={out} is a folder of something else: name a new one")
-    existing = next(folder for folder in (out, *out.absolute().parents) if folder.exists())
-    if not os.access(existing, os.W_OK):
-        raise ConfigError(f"train.out={out} cannot be written: no permission in {existing}")
+    written = out if out.exists() and not earlier else next(folder for folder in out.parents if folder.exists())
+    if not written.is_dir() or not os.access(written, os.W_OK | os.X_OK):
+        raise ConfigError(f"train.out={out} cannot be written: {written} is not a folder that we may change")
 
 
 def _keep_earlier(out: Path) -> None:
-    """Move an earlier run's folder aside: out.1 is the oldest."""
+    """Move an earlier run's folder aside, to out.1, out.2, …"""
     if (out / "metrics.jsonl").exists():
-        number = next(n for n in range(1, 10**6) if not out.with_name(f"{out.name}.{n}").exists())
+        number = next(n for n in range(1, 10**6) if not os.path.lexists(out.with_name(f"{out.name}.{n}")))
         out.rename(out.with_name(f"{out.name}.{number}"))
 
 
@@ -138,7 +143,7 @@ def plot(runs: Sequence[Path], to: Path) -> None:
 
     rows = 1 if len(runs) == 1 else 2
     figure, axes = plt.subplots(rows, 1, figsize=(8, 4 * rows), sharex=True, squeeze=False)
-    curves = [np.array([(r["step"], r["loss"]) for r in read(run) if "loss" in r]) for run in runs]
+    curves = [np.array([(r["step"], r["loss"]) for r in read(run) if "loss" in r]).reshape(-1, 2) for run in runs]
     for i, (run, curve) in enumerate(zip(runs, curves, strict=True)):
         axes[0, 0].plot(
             curve[:, 0], curve[:, 1], label=run.name, linewidth=3 if i == 0 else 1, alpha=0.5 if i == 0 else 1

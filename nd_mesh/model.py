@@ -36,7 +36,7 @@ class Where:
     documents: Tensor  # [B, T] number of the document: no token sees another's
 
     @cached_property
-    def rows(self) -> Tensor:
+    def tokens(self) -> Tensor:
         """[B, T] a number for each token of the residual stream that no other token of the run has."""
         return self.samples[:, None] * self.context + self.stream
 
@@ -57,7 +57,7 @@ class Dropout(nn.Module):
     def forward(self, x: Tensor, where: Where) -> Tensor:
         if not self.training or self.p == 0:
             return x
-        return rng.dropout(x, rng.key(self.seed, "dropout", self.name, where.step), where.rows, self.p)
+        return rng.dropout(x, rng.key(self.seed, "dropout", self.name, where.step), where.tokens, self.p)
 
 
 class Attend(nn.Module):

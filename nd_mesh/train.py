@@ -33,7 +33,7 @@ def learning_rate(train: TrainConfig, step: int) -> float:
 
 
 class Trainer:
-    """One rank's trainer. Building it is collective over the world, and so is every method but `rows`."""
+    """One rank's trainer. Building it is collective over the world, and so is every method but `microbatches`."""
 
     def __init__(self, config: Config, train: data.Stream, validation: data.Stream, run: Runtime):
         self.config, self.train_stream, self.validation_stream, self.run = config, train, validation, run
@@ -69,7 +69,7 @@ class Trainer:
         """
         began = time.perf_counter()
         self.optimizer.zero_grad()
-        batches = list(self.rows(step))
+        batches = self.microbatches(step)
         count = torch.stack([(batch.labels != IGNORE).sum() for batch in batches]).sum()
         counting = comm.all_reduce(count, group=self.mesh.group("data"), async_op=True)
         total = torch.zeros((), dtype=torch.float64, device=self.run.device)
@@ -87,7 +87,7 @@ class Trainer:
         comm.all_reduce(total, group=self.mesh.group("data"), ordered=True)
         return total.item(), int(count), busy
 
-    def rows(self, step: int) -> list[data.Batch]:
+    def microbatches(self, step: int) -> list[data.Batch]:
         """This rank's microbatches of global batch `step`, on its device."""
         train = self.config.train
         deal = {"parts": self.mesh.size("batch"), "part": self.mesh.rank("batch"), "split": train.microbatches}
@@ -115,10 +115,11 @@ class Trainer:
     def evaluate(self) -> float:
         """The loss over the whole validation stream, nats a token; the same on every rank."""
         self.model.eval()
-        stream, rows = self.validation_stream, self.config.train.batch
-        mine = data.deal(range(stream.samples), self.mesh.size("batch"), self.mesh.rank("batch"))
+        stream, train, parts = self.validation_stream, self.config.train, self.mesh.size("batch")
+        mine = data.deal(range(stream.samples), parts, self.mesh.rank("batch"))
         total = torch.zeros(2, dtype=torch.float64, device=self.run.device)  # loss, valid tokens
-        rounds = -(-stream.samples // (rows * self.mesh.size("batch")))  # equal on all ranks: forward may communicate
+        rows = -(-train.batch // (parts * train.microbatches))  # as many at a time as in training
+        rounds = -(-stream.samples // (rows * parts))  # equal on all ranks: forward may communicate
         for i in range(rounds):
             samples = torch.tensor(data.deal(mine, rounds, i), dtype=torch.int64)
             batch = data.make_batch(stream, 0, samples, samples).to(self.run.device)

@@ -26,9 +26,14 @@ from tests.reference import loop
 ULP = torch.finfo(torch.float64).eps
 STEPS = 3
 VOCAB, CONTEXT = 37, 16
-MODEL = ModelConfig(vocab=VOCAB, layers=2, width=16, heads=4, kv_heads=2, hidden=20)
-SGD = TrainConfig(steps=6, batch=7, optimizer="sgd", lr=0.5, warmup=2, clip=0.5, dtype="float64", seed=3)
-ADAMW = replace(SGD, optimizer="adamw", lr=0.05, eps=1e-4)  # at the usual 1e-8 the noise of a gradient over eps is 1e-9
+MODEL = ModelConfig(vocab=VOCAB, layers=2, width=16, heads=4, kv_heads=2, hidden=20, rope_base=50.0)
+SGD = TrainConfig(
+    **{"steps": 6, "batch": 7, "dtype": "float64", "seed": 3, "clip": 0.5},  # no setting has its default
+    **{"optimizer": "sgd", "lr": 0.5, "warmup": 1, "min_lr": 0.3, "momentum": 0.8, "weight_decay": 0.02},
+)
+ADAMW = replace(
+    SGD, optimizer="adamw", lr=0.05, betas=(0.8, 0.9), eps=1e-4
+)  # at the usual 1e-8 the noise of a gradient over eps is 1e-9
 
 
 def config(
@@ -110,7 +115,7 @@ def reference(config: Config, weights: dict[str, Tensor], documents: list[np.nda
         **{"heads": model.heads, "kv_heads": model.kv_heads, "tied": model.tied, "dropout": model.dropout},
         **{"optimizer": train.optimizer, "lr": train.lr, "warmup": train.warmup, "min_lr_ratio": train.min_lr},
         **{"weight_decay": train.weight_decay, "betas": train.betas, "eps": train.eps, "momentum": train.momentum},
-        clip=train.clip or None,
+        **{"clip": train.clip or None, "rope_base": model.rope_base},
     )
 
 

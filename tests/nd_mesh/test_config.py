@@ -26,7 +26,6 @@ def test_file_and_overrides(toml):
     assert (read.model.layers, read.train.betas, read.mesh.dp) == (2, (0.8, 0.9), 2)
     assert (read.train.lr, read.model.tied, read.data.path, read.train.out) == (3e-4, False, "7", "a b")
     assert config.load(path, {"train.betas": "[0.5, 0.6]"}).train.betas == (0.5, 0.6)
-    assert config.validated(config.tables(read)) == read
 
 
 @pytest.mark.parametrize(
@@ -38,6 +37,10 @@ def test_file_and_overrides(toml):
         ("[train]\nsteps = 'many'", "train.steps='many': "),
         ("[train]\nsteps = 2.5", "train.steps=2.5: "),
         ("[model]\ntied = 3", "model.tied=3: "),
+        ("[train]\nsteps = '3'", "train.steps='3': "),
+        ("[train]\nsteps = true", "train.steps=True: "),
+        ("[train]\nlr = '1'", "train.lr='1': "),
+        ('[train]\n"a\\nb" = 1', "unknown setting 'train.a\\nb'"),
         ("[train]\noptimizer = 'adam'", "train.optimizer='adam': "),
         ("train = 3", "train=3: "),
         ("[train", "is not TOML"),
@@ -69,6 +72,12 @@ def test_refused_files(toml, text, words):
         ({"model": {"dropout": 1.0}}, 1, "model.dropout=1.0 must be at least 0 and less than 1"),
         ({"train": {"betas": (0.9, 1.5)}}, 1, "train.betas=(0.9, 1.5) must be"),
         ({"train": {"lr": float("nan")}}, 1, "train.lr=nan is not a finite number"),
+        ({"model": {"dropout": 0.999999}}, 1, "model.dropout=0.999999 must be"),
+        ({"train": {"timeout": 1e-9}}, 1, "train.timeout=1e-09 must be at least 1 second"),
+        ({"train": {"batch": 2**62}}, 1, "must be less than 2147483648"),
+        ({"train": {"min_lr": 5.0}}, 1, "train.min_lr=5.0 is a share of train.lr"),
+        ({"data": {"document_end": 7}}, 1, "data.document_end=7 must be an id"),
+        ({"data": {"document_end": 256, "format": "uint16"}}, 1, "data.document_end=256 must be an id"),
         ({"train": {"clip": -1.0}}, 1, "train.clip=-1.0 must not be negative"),
         ({"train": {"steps": 0}}, 1, "train.steps=0 must be positive"),
         ({"data": {"validation": 0.0}}, 1, "data.validation=0.0 must be between 0 and 1"),
@@ -93,7 +102,9 @@ def test_defaults_run():
         (["--train.steps", "many"], "error: train.steps='many': "),
         (["--mesh.dp", "2"], "makes 2 ranks, but 1 are started"),
         (["--data.path", "nowhere"], "error: data.path=nowhere does not exist"),
-        (["extra"], "error: unknown"),
+        (["extra"], "error: unexpected argument 'extra'"),
+        (["--data.path", "/", "--data.glob", "/*"], "is not a pattern"),
+        (["--train.lr", "1\nx=3"], "error: train.lr='1\\nx=3'"),
     ],
 )
 def test_command_line_mistakes(toml, capsys, arguments, words):
@@ -113,7 +124,7 @@ def test_folder_of_a_run(tmp_path, toml, capsys):
     """A folder that is not a run's is never touched."""
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "note.txt").write_text("mine")
-    for out, words in [("notes", "is a folder of something else"), ("notes/note.txt", "is a file")]:
+    for out, words in [("notes", "is a folder of something else"), ("notes/note.txt", "is not a folder")]:
         assert command.main(["train", toml(""), "--train.out", str(tmp_path / out)]) == 2
         assert words in capsys.readouterr().err
     assert (tmp_path / "notes" / "note.txt").read_text() == "mine"
@@ -123,3 +134,23 @@ def test_variables_of_a_launcher_are_missing(monkeypatch, toml, capsys):
     monkeypatch.setenv("RANK", "0")
     assert command.main(["train", toml("")]) == 2
     assert "error: WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT not set" in capsys.readouterr().err
+
+
+def test_every_rank_tells_it(monkeypatch, toml, capsys):
+    """Before any group is made: each rank finds out for itself."""
+    for name in ("LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "0")
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    for rank in range(3):
+        monkeypatch.setenv("RANK", str(rank))
+        assert command.main(["train", toml("[train]\nstepz = 3")]) == 2
+        words = f"rank {rank}: error: unknown setting train.stepz: did you mean train.steps?\n"
+        assert capsys.readouterr().err == words
+
+
+def test_a_folder_that_cannot_be_written(tmp_path, toml, capsys):
+    (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "file").write_text("mine")
+    for out in ("loop", "file/x", "a\0b"):
+        assert command.main(["train", toml(""), "--train.out", str(tmp_path / out)]) == 2
+        assert capsys.readouterr().err.startswith("error: ")

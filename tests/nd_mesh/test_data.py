@@ -125,6 +125,8 @@ def test_token_file(tmp_path, kind):
     assert isinstance(train.tokens, np.memmap)
     assert train.tokens.tolist() == [5, 6, 0, 7, 0, 8] and train.starts.tolist() == [0, 3, 5]
     assert held_out.tokens.tolist() == [9, 10, 0, 11] and held_out.starts.tolist() == [0, 3]
+    _, held_out = load(tmp_path / "tokens.bin", vocab=12, format=kind, document_end=0, validation=0.5)
+    assert held_out.tokens.tolist() == [8, 9, 10, 0, 11] and held_out.starts.tolist() == [0, 4]
     whole, _ = load(tmp_path / "tokens.bin", vocab=12, format=kind, validation=0.4)
     assert whole.starts.tolist() == [0]
 
@@ -149,6 +151,7 @@ def test_bad_data(tmp_path):
         ("empty.txt", {"format": "uint16"}, "has 0 bytes"),
         ("missing.bin", {"format": "uint16"}, "cannot read"),
         ("tokens.bin", {"format": "uint16"}, "token 300 at 2 is out of model.vocab=256; use 301"),
+        ("tokens.bin", {"format": "uint16", "vocab": 300}, "token 300 at 2 is out of model.vocab=300; use 301"),
     ]:
         with pytest.raises(ConfigError, match=words) as error:
             load(tmp_path / name, **settings)

@@ -17,6 +17,8 @@ from nd_mesh.sample import generate
 from nd_mesh.train import Trainer, learning_rate
 from tests import parity
 from tests.reference import loop
+from tests.reference import rng as reference_rng
+from tests.reference.model import forward as reference_forward
 
 MODEL = ModelConfig(vocab=37, layers=2, width=16, heads=4, kv_heads=2, hidden=20, dropout=0.1)
 TRAIN = TrainConfig(steps=8, batch=5, lr=0.01, warmup=2, dtype="float64", sample=5, prompt="\x01")
@@ -32,9 +34,12 @@ def documents(lengths=(50, 3, 90, 1, 41)) -> list[np.ndarray]:
     return [numbers.integers(0, 37, length).astype(np.uint8) for length in lengths]
 
 
+HELD_OUT = (30, 2, 1, 77)
+
+
 def trainer(run: Runtime, cfg: Config, texts: list[np.ndarray]) -> Trainer:
-    stream = parity.stream(texts, cfg.data.context)
-    return Trainer(cfg, stream, stream, run)
+    held_out = parity.stream(documents(HELD_OUT), cfg.data.context)
+    return Trainer(cfg, parity.stream(texts, cfg.data.context), held_out, run)
 
 
 def weights(built: Trainer) -> dict[str, torch.Tensor]:
@@ -88,12 +93,89 @@ def test_every_rank_reports_the_same(runs):
 
 def test_evaluation_is_the_reference_on_every_mesh(runs):
     for ran in runs:
-        expected = loop.evaluate(ran["after"], documents(), T=16, heads=4, kv_heads=2)
+        expected = loop.evaluate(ran["after"], documents(HELD_OUT), T=16, heads=4, kv_heads=2)
         assert abs(ran["evaluation"] - expected) <= 1e-13 * expected
 
 
 def test_generation_is_the_same_on_every_mesh(runs):
     assert all(ran["tokens"] == runs[0]["tokens"] for ran in runs) and len(runs[0]["tokens"]) == 22
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_initial_weights_are_the_rule(pool, tied):
+    """The reference's normals, times the standard deviations typed here."""
+    cfg = replace(config(1), model=replace(MODEL, tied=tied), train=replace(TRAIN, seed=5))
+    initial = pool.run(1, initial_weights, cfg)[0]
+    into_stream, width, hidden = 4, 16, 20  # two additions in each of two layers
+    deviations = {"embed.weight": width**-0.5 if tied else 1.0, "head.weight": 1 / width}
+    deviations |= {f"blocks.1.{name}.weight": width**-0.5 for name in ("q", "k", "v", "ffn.gate", "ffn.up")}
+    deviations["blocks.1.o.weight"] = (into_stream * width) ** -0.5
+    deviations["blocks.1.ffn.down.weight"] = (into_stream * hidden) ** -0.5
+    for name, deviation in deviations.items():
+        if name in initial:
+            index = np.arange(initial[name].numel(), dtype=np.uint64)
+            expected = torch.from_numpy(reference_rng.normal(reference_rng.key(5, name), index)) * deviation
+            assert torch.allclose(initial[name].flatten(), expected, rtol=1e-14, atol=0)
+    assert ("head.weight" in initial) != tied
+    assert torch.equal(initial["norm.weight"], torch.ones(width, dtype=torch.float64))
+
+
+def initial_weights(run: Runtime, cfg: Config) -> dict[str, torch.Tensor]:
+    return weights(trainer(run, cfg, documents()))
+
+
+def watched(run: Runtime, cfg: Config, watch: bool) -> list[Record]:
+    """Three steps, with or without an evaluation and a sample between them."""
+    built = trainer(run, cfg, documents())
+    records = []
+    for step in range(3):
+        records.append(built.step(step))
+        if watch:
+            built.evaluate()
+            generate(built.model, [1], 3, context=16, vocab=37, seed=0)
+    return [replace(record, seconds=0, slowest=0, median=0) for record in records]
+
+
+def test_watching_changes_nothing(pool):
+    assert pool.run(2, watched, config(2), True) == pool.run(2, watched, config(2), False)
+
+
+def most_likely(run: Runtime, length: int) -> tuple[dict[str, torch.Tensor], list[int]]:
+    """A sample so cold that each token is the most likely one."""
+    built = trainer(run, config(1), documents())
+    return weights(built), generate(built.model, [1, 2], length, context=16, vocab=30, seed=0, temperature=1e-9)
+
+
+def test_a_cold_sample_is_what_the_reference_finds_most_likely(pool):
+    [(values, tokens)] = pool.run(1, most_likely, 25)
+    for end in range(2, 27):
+        window = torch.tensor([tokens[max(0, end - 16) : end]])
+        slots = torch.arange(window.shape[1])[None]
+        logits = reference_forward(values, window, torch.zeros_like(window), slots, heads=4, kv_heads=2)
+        assert tokens[end] == int(logits[0, -1, :30].argmax())
+
+
+def rows_of_a_forward(run: Runtime, cfg: Config) -> list[int]:
+    built = trainer(run, cfg, documents())
+    seen = []
+    built.model.register_forward_pre_hook(lambda _, inputs: seen.append(len(inputs[0])))
+    built.evaluate()
+    return seen
+
+
+def test_evaluation_takes_no_more_rows_at_a_time_than_training(pool):
+    seen = pool.run(2, rows_of_a_forward, config(2, batch=4, microbatches=2))
+    assert all(max(rows) == 1 for rows in seen) and len(seen[0]) == len(seen[1])
+
+
+def described(run: Runtime, cfg: Config) -> list[str]:
+    return module.describe(trainer(run, cfg, documents()))
+
+
+def test_an_uneven_deal_is_told(pool):
+    told = [line for line in pool.run(3, described, config(3, batch=5))[0] if "unevenly" in line]
+    assert told == ["rows are dealt unevenly: [2, 2, 1] a rank, each over 1 microbatches"]
+    assert not any("unevenly" in line for line in pool.run(3, described, config(3, batch=6))[0])
 
 
 @pytest.mark.parametrize("warmup", [0, 3])

@@ -45,6 +45,7 @@ def run(
     eps=1e-8,
     momentum=0.9,
     clip=None,
+    rope_base=10000,
 ):
     """Train from `weights` (left as they are) for `steps` steps: a Record for each."""
     if tied == ("head.weight" in weights):
@@ -66,6 +67,7 @@ def run(
             seed=seed,
             step=step,
             numbers=numbers,
+            base=rope_base,
         )
         count = int((labels != IGNORED).sum())
         loss = loss_sum(logits, labels) / max(count, 1)  # no label at all: 0, and so is every gradient

@@ -12,7 +12,7 @@ from tests.reference import rng
 from tests.reference.data import IGNORED
 
 
-def forward(weights, ids, docs, positions, *, heads, kv_heads, dropout=0.0, seed=0, step=0, numbers=None):
+def forward(weights, ids, docs, positions, *, heads, kv_heads, dropout=0.0, seed=0, step=0, numbers=None, base=10000):
     """Logits [B, T, V] of the rows `ids`. Dropout needs the seed, the step and the samples' numbers [B]."""
 
     def drop(x, name):
@@ -31,7 +31,7 @@ def forward(weights, ids, docs, positions, *, heads, kv_heads, dropout=0.0, seed
         q = split_heads(h @ w["q"].T, heads)  # [B, H, T, K]
         k = split_heads(h @ w["k"].T, kv_heads)  # [B, Hkv, T, K]
         v = split_heads(h @ w["v"].T, kv_heads)
-        a = attention(rotate(q, positions), rotate(k, positions), v, docs)  # [B, T, H·K]
+        a = attention(rotate(q, positions, base), rotate(k, positions, base), v, docs)  # [B, T, H·K]
         x = x + drop(a @ w["o"].T, f"blocks.{i}.attend")
 
         h = rmsnorm(x, w["ffn_norm"])
@@ -63,11 +63,11 @@ def split_heads(x, heads):
     return x.reshape(B, T, heads, width // heads).transpose(1, 2)
 
 
-def rotate(x, positions):
-    """RoPE: dims c and c + K/2 of each head are turned together, by position · 10000^(-2c/K)."""
+def rotate(x, positions, base=10000):
+    """RoPE: dims c and c + K/2 of each head are turned together, by position · base^(-2c/K)."""
     K = x.shape[-1]
     c = torch.arange(K // 2, dtype=torch.float64)
-    angle = positions[:, None, :, None] * 10000 ** (-2 * c / K)  # [B, 1, T, K/2]
+    angle = positions[:, None, :, None] * base ** (-2 * c / K)  # [B, 1, T, K/2]
     cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
     a, b = x[..., : K // 2], x[..., K // 2 :]
     return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
