@@ -8,7 +8,7 @@ from nd_mesh.model import GPT, Where
 
 @torch.no_grad()
 def generate(
-    model: GPT, prompt: list[int], length: int, *, context: int, vocab: int, seed: int, temperature: float = 0.6
+    model: GPT, prompt: list[int], length: int, *, context: int, vocab: int, seed: int, temperature: float = 0.8
 ) -> list[int]:
     """The prompt and `length` more tokens less than `vocab`, drawn from the logits over the last `context` tokens.
 
