@@ -1,6 +1,4 @@
-"""What a machine with one GPU can show: NCCL with one rank, and several ranks on gloo with CUDA tensors. `make
-test-gpu`.
-"""
+"""What a machine with one GPU can show: NCCL with one rank, several ranks on gloo with CUDA tensors."""
 
 import sys
 from dataclasses import replace
