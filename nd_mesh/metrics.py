@@ -39,7 +39,6 @@ class Report:
         from rich.progress import BarColumn, Progress, TextColumn  # noqa: PLC0415
 
         self.out, self.steps, self.shown = out.absolute(), steps, shown
-        out = self.out
         self.console = Console(highlight=False, soft_wrap=True, quiet=not shown)
         self.progress = Progress(
             BarColumn(8), TextColumn("{task.description}"), console=self.console, auto_refresh=False, disable=not shown
@@ -47,9 +46,9 @@ class Report:
         self.task = self.progress.add_task("", total=steps)
         self.seconds = 0.0
         if shown:
-            _keep_earlier(out)
-            out.mkdir(parents=True, exist_ok=True)
-            self.file = (out / "metrics.jsonl").open("w")
+            _keep_earlier(self.out)
+            self.out.mkdir(parents=True, exist_ok=True)
+            self.file = (self.out / "metrics.jsonl").open("w")
 
     def say(self, text: str) -> None:
         """A line that stays."""
@@ -101,8 +100,7 @@ class Report:
 
 
 def check_folder(out: Path) -> None:
-    """Raise ConfigError unless a run may write into `out`: it is new, empty, or an earlier run's, which is kept aside.
-    """
+    """Raise ConfigError unless a run may write into `out`: it is new, empty, or an earlier run's, which is kept."""
     out = out.absolute()
     if "\0" in str(out):
         raise ConfigError(f"train.out={str(out)!r} is not a path")
