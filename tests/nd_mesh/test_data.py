@@ -13,6 +13,7 @@ from nd_mesh.data import Stream, deal, microbatches
 from nd_mesh.model import IGNORE
 from tests import parity
 from tests.reference import data as reference
+from tests.reference import rng as reference_rng
 
 LENGTHS = {
     "one document": [50],
@@ -115,6 +116,16 @@ def test_folder_of_text(tmp_path):
     assert len(train.tokens) == round(0.7 * len(whole)) and len(train.starts) + len(held_out.starts) == 3
     train, held_out = load(tmp_path, validation=0.3, glob="a.*")
     assert (train.tokens.tobytes(), held_out.tokens.tobytes()) == (b"first f", b"ile")
+
+
+def test_files_come_in_one_shuffled_order(tmp_path):
+    """The files by name, shuffled by the reference's permutation: a split is the same on every machine."""
+    for name in "gbadcfe":
+        (tmp_path / name).write_text(name * 10)
+    train, held_out = load(tmp_path, validation=0.2)
+    order = [reference_rng.permutation(reference_rng.key(0, "documents"), place, 7) for place in range(7)]
+    expected = "".join("abcdefg"[int(i)] * 10 for i in order)
+    assert (train.tokens.tobytes() + held_out.tokens.tobytes()).decode() == expected != "".join(sorted(expected))
 
 
 @pytest.mark.parametrize("kind", ["uint16", "uint32"])
