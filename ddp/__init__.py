@@ -1,5 +1,5 @@
 """Data parallelism: the whole model on every rank, the rows of the batch dealt out, gradients summed."""
 
-from ddp import naive
+from ddp import bucketed, naive, overlapped
 
-__all__ = ["naive"]
+__all__ = ["bucketed", "naive", "overlapped"]

@@ -95,7 +95,7 @@ class TrainConfig(_Strict):
 class ParallelConfig(_Strict):
     """Which strategy serves an axis."""
 
-    data: Literal["naive"] = "naive"
+    data: Literal["naive", "bucketed", "overlapped"] = "overlapped"
 
 
 @dataclass(frozen=True)

@@ -9,15 +9,16 @@ its boxes.
 import torch
 
 from collectives import layout, rng
-from ddp import naive
+from ddp import bucketed, naive, overlapped
+from ddp.replicas import Replica
 from nd_mesh.config import Config
 from nd_mesh.mesh import Mesh
 from nd_mesh.model import GPT
 
-DATA_STRATEGIES = {"naive": naive.wrap}
+DATA_STRATEGIES = {"naive": naive.wrap, "bucketed": bucketed.wrap, "overlapped": overlapped.wrap}
 
 
-def parallelize(model: GPT, config: Config, mesh: Mesh, device: torch.device) -> naive.NaiveDDP:
+def parallelize(model: GPT, config: Config, mesh: Mesh, device: torch.device) -> Replica:
     """Turn a model on the meta device into this rank's part of it, in place, initialised; returns the data strategy's
     handle.
     """

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from collectives import comm, demo, layout
+from collectives.p2p import Handle
 from ddp import naive
 
 ULP = torch.finfo(torch.float64).eps
@@ -179,13 +180,15 @@ def test_every_element_is_added_in_rank_order(pool, ranks, average):
 
 
 def without_reduction():
-    return mock.patch.object(comm, "all_reduce", lambda *args, **more: None)
+    return mock.patch.object(comm, "all_reduce", lambda *args, **more: Handle([]))
 
 
 def without_sum():
     """The ranks agree on what is used, but every gradient stays what it was."""
     true = comm.all_reduce
-    return mock.patch.object(comm, "all_reduce", lambda x, op, **more: true(x, op, **more) if op == comm.MAX else None)
+    return mock.patch.object(
+        comm, "all_reduce", lambda x, op, **more: true(x, op, **more) if op == comm.MAX else Handle([])
+    )
 
 
 def mean_for_sum():

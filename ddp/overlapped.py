@@ -1,0 +1,72 @@
+"""Data parallelism, step three of three: a bucket's all-reduce starts while backward is still going on.
+
+A hook runs whenever autograd has added up a parameter's gradient. It moves the gradient into its bucket, and when a
+bucket is complete its all-reduce starts; backward goes on with the layers below. Buckets start in one fixed order on
+all ranks, whatever a rank's backward reaches first or never: one that is complete early waits for those before it, and
+`finish` starts what is left. Bytes, collectives and bits are bucketed.py's; the time is that of the longer of the two,
+backward or traffic, plus the last bucket. Memory: the buckets, n, and one gradient at a time.
+
+Lecture A, "DDP의 기본 동작", and series 05 (docs/notation.md); Li et al. 2020, "PyTorch Distributed", 3.2.3. PyTorch's
+counterpart: torch/csrc/distributed/c10d/reducer.cpp. Left out: dealing buckets anew by the order in which gradients
+arrived.
+"""
+
+import weakref
+from collections.abc import Iterable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ddp.bucketed import CAP, BucketedDDP
+from ddp.replicas import replicate
+
+
+class OverlappedDDP(BucketedDDP):
+    """The handle that `wrap` returns. Between backward and `finish` a gradient that is under way is None."""
+
+    def place(self, params: Iterable[nn.Parameter]) -> None:
+        """Deal into buckets, and watch every parameter in one that is not watched yet."""
+        watched = set(getattr(self, "bucket_of", ()))
+        super().place(params)
+        on_gradient = weakref.WeakMethod(self._on_gradient)  # a handle that is dropped leaves no active hooks behind
+        for param in self.bucket_of:
+            if param not in watched:
+                param.register_post_accumulate_grad_hook(lambda p: (call := on_gradient()) and call(p))
+
+    def _on_gradient(self, param: nn.Parameter) -> None:
+        """Autograd has added to `p.grad`. Fires once a backward for a parameter that it reaches, however often used."""
+        bucket = self.bucket_of[param]
+        if bucket.work is not None:  # a second backward in one step: finish adds this one
+            return
+        bucket.collect(param)
+        if self.syncing:
+            bucket.missing.discard(param)
+            self._start_complete()
+
+    def _start_complete(self) -> None:
+        """Start the buckets that are complete, up to the first that is not."""
+        for bucket in self.buckets:
+            if bucket.missing:
+                return
+            if bucket.work is None:
+                # IDEA: a complete bucket is reduced at once, while backward computes the gradients of earlier layers.
+                bucket.start(self.op, group=self.group, wire=self.wire)
+
+
+def wrap(
+    module: nn.Module,
+    group: dist.ProcessGroup,
+    *,
+    params: Sequence[nn.Parameter] | None = None,
+    average: bool = True,
+    device: torch.device | None = None,
+    cap: int = CAP,
+    wire: torch.dtype | None = None,
+) -> OverlappedDDP:
+    """Make `module` data parallel over `group`, as bucketed.wrap does, with reductions that start during backward.
+
+    A step whose backward raised has reductions under way on some ranks: call `finish` on all ranks before going on.
+    """
+    treated = replicate(module, group, params=params, device=device)
+    return OverlappedDDP(module if params is None else None, treated, group, average=average, cap=cap, wire=wire)

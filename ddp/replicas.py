@@ -1,0 +1,163 @@
+"""What the three versions of data parallelism share: replicas that begin equal, and the contract of their handle.
+
+Equal weights and equal gradients make equal weights. So before the first step the ranks compare what they have built,
+and all take over the values of the group's rank 0; afterwards only gradients travel, and buffers, which a module may
+change by itself (running statistics). Cost: one broadcast a parameter, once.
+
+PyTorch's counterpart: _verify_param_shape_across_processes, _sync_module_states and broadcast_buffers in
+torch/nn/parallel/distributed.py, which broadcasts buffers before a forward and so keeps the objects it found at first;
+here they are looked up anew in every step, since module code may rebind them.
+"""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from collectives import comm, layout
+from collectives.p2p import Handle
+
+
+class Replica:
+    """The handle of one replica of a module, whose gradients are summed over `group`; the module itself stays as it is.
+
+    A version of data parallelism adds `finish`. module: the one whose buffers are kept equal, None where `wrap` was
+    given a list of parameters. average: divide by the number of ranks.
+    """
+
+    def __init__(
+        self, module: nn.Module | None, params: Sequence[nn.Parameter], group: dist.ProcessGroup, *, average: bool
+    ):
+        self.module, self.params, self.group = module, list(params), group
+        self.op = comm.AVG if average else comm.SUM
+        self.syncing = True
+
+    def parameters(self) -> list[nn.Parameter]:
+        """What the optimizer updates: whole parameters, the same on every rank."""
+        return self.params
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Around the backward of a microbatch that is not the last: gradients add up, no reduction starts."""
+        before, self.syncing = self.syncing, False
+        try:
+            yield
+        finally:
+            self.syncing = before
+
+    def finish(self) -> None:
+        """Once a step. Before: each `p.grad` is this rank's own, summed over its microbatches, or on its way. After: it
+        is the sum (or mean) over the group, and every buffer is that of the group's rank 0.
+
+        A parameter that some ranks did not use counts as zero there; one that no rank used has grad None.
+        """
+        raise NotImplementedError
+
+    def after_step(self) -> None:
+        """After the optimizer: nothing, every rank has updated everything."""
+
+    def unshard(self, module: nn.Module) -> None:
+        """Parameters are whole all the time."""
+
+    def reshard(self, module: nn.Module) -> None:
+        """Parameters stay whole."""
+
+    def reduce(self, module: nn.Module) -> None:
+        """Nothing is reduced for a module by itself: a bucket when it is complete, the rest in `finish`."""
+
+    def start_agreement(self, flags: Sequence[int]) -> tuple[Tensor, Handle]:
+        """One small all-reduce a step: every rank's numbers (0 to 255) become the largest of all ranks', one a
+        parameter. What a rank decided alone about a collective would be a hang.
+        """
+        agreed = torch.tensor(flags, dtype=torch.uint8, device=self.params[0].device if self.params else None)
+        return agreed, comm.all_reduce(agreed, comm.MAX, group=self.group, async_op=True)
+
+    def equalize_buffers(self) -> None:
+        """Give every buffer the values of the group's rank 0, all in one broadcast of bytes, whatever their dtypes."""
+        if self.module is None or dist.get_world_size(self.group) == 1:
+            return
+        buffers = [buffer.detach() for buffer in self.module.buffers()]
+        if sum(buffer.nbytes for buffer in buffers) == 0:
+            return
+        packed = torch.cat([_bytes(buffer) for buffer in buffers])
+        comm.broadcast(packed, 0, group=self.group)
+        if dist.get_rank(self.group) > 0:
+            for buffer, part in zip(buffers, packed.split([buffer.nbytes for buffer in buffers]), strict=True):
+                buffer.copy_(part.clone().view(buffer.dtype).view(buffer.shape))
+
+
+def replicate(
+    module: nn.Module,
+    group: dist.ProcessGroup,
+    *,
+    params: Sequence[nn.Parameter] | None = None,
+    device: torch.device | None = None,
+) -> list[nn.Parameter]:
+    """Make the replicas of `module` equal. Before: any values on each rank. After: those of the group's rank 0.
+
+    params: those to treat, default all of the module's, with its buffers. Parameters on the meta device get memory on
+    `device` and no values: whoever built them so initialises them afterwards, the same on every rank. Returns the
+    parameters, each once. Raises ValueError on every rank where the models differ, naming the first difference, and for
+    what cannot be summed: sparse or complex gradients, buffers on the meta device.
+    """
+    buffers = dict(module.named_buffers()) if params is None else {}
+    params = list(dict.fromkeys(module.parameters() if params is None else params))
+    names = {param: name for name, param in module.named_parameters()}
+    tensors = {names.get(param, f"params[{i}]"): param for i, param in enumerate(params)} | buffers
+    _compare({name: _description(tensor) for name, tensor in tensors.items()}, group)
+    _check(module, tensors)
+    for tensor in tensors.values():
+        if tensor.is_meta:
+            layout.materialize(tensor, device or torch.device("cpu"))
+        elif tensor.numel():
+            # IDEA: replicas that begin equal and add equal gradients stay equal; so weights travel once, here.
+            _broadcast(tensor.detach(), group)
+    return params
+
+
+def _description(tensor: Tensor) -> str:
+    order = "" if tensor.is_contiguous() else f" with strides {tensor.stride()}"
+    where = " on meta" if tensor.is_meta else ""
+    frozen = " frozen" if isinstance(tensor, nn.Parameter) and not tensor.requires_grad else ""
+    return f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}{order}{where}{frozen}"
+
+
+def _compare(mine: dict[str, str], group: dist.ProcessGroup) -> None:
+    """Raise ValueError on every rank naming the first tensor in which a rank differs from the group's rank 0."""
+    everyone = comm.all_gather_object(list(mine.items()), group=group)
+    ranks = dist.get_process_group_ranks(group)
+    nothing = ("nothing", "")
+    for i in range(max(map(len, everyone))):
+        first, *others = [table[i] if i < len(table) else nothing for table in everyone]
+        for rank, other in zip(ranks[1:], others, strict=True):
+            if other != first:
+                raise ValueError(
+                    f"the models differ: tensor {i} is {' '.join(first)} on rank {ranks[0]}, {' '.join(other)} on rank "
+                    f"{rank}; build the same model on every rank"
+                )
+
+
+def _check(module: nn.Module, tensors: dict[str, Tensor]) -> None:
+    """Refuse what is the same on every rank and yet cannot be replicated or reduced."""
+    for name, tensor in tensors.items():
+        if tensor.is_meta and not isinstance(tensor, nn.Parameter):
+            raise ValueError(f"buffer {name} is on the meta device: give it values before wrap, nobody will later")
+        if tensor.is_complex() and isinstance(tensor, nn.Parameter):
+            raise ValueError(f"{name} is complex: keep it as a real tensor with a last dimension of 2")
+    for name, part in module.named_modules():
+        if getattr(part, "sparse", False):
+            raise ValueError(f"{name} makes sparse gradients, which have no place in a sum of dense ones: sparse=False")
+
+
+def _broadcast(tensor: Tensor, group: dist.ProcessGroup) -> None:
+    dense = tensor.contiguous()
+    comm.broadcast(_bytes(dense), 0, group=group)
+    if dense is not tensor:
+        tensor.copy_(dense)
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """A tensor's elements as bytes, in row-major order; a view of it where it is contiguous."""
+    return tensor.contiguous().view(-1).view(torch.uint8)
