@@ -171,8 +171,11 @@ def _backend_reduce_scatter(output: Tensor, input: Tensor, op: Any, *, group: di
 def _in_place(tensor: Tensor, call: Callable[[Tensor], Any], async_op: bool) -> Handle | None:
     data = tensor.detach()
     dense = data.contiguous()
+    work = call(dense)
+    if dense is data and isinstance(work, Handle):
+        return _returned(work, async_op)  # as it is, so that its parts can be advanced one by one
     copy_back = None if dense is data else lambda: data.copy_(dense)
-    return _returned(Handle([call(dense)], copy_back, keep=[dense]), async_op)
+    return _returned(Handle([work], copy_back, keep=[dense]), async_op)
 
 
 def _into(output: Tensor, input: Tensor, call: Callable[[Tensor, Tensor], Any], async_op: bool) -> Handle | None:

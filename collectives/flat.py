@@ -10,7 +10,7 @@ copied. Li et al. 2020, "PyTorch Distributed", 3.2.2 and 3.2.3; PyTorch's counte
 gradient_as_bucket_view=True. Left out: following the order in which gradients really arrived.
 """
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from collectives import comm
-from collectives.p2p import Handle
 
 
 def deal(params: Sequence[nn.Parameter], cap: int) -> list[list[nn.Parameter]]:
@@ -57,9 +56,9 @@ class Bucket:
         self.buffer = torch.zeros(sum(p.numel() for p in params), dtype=first.dtype, device=first.device)
         ends = torch.tensor([p.numel() for p in params]).cumsum(0).tolist()
         self.views = {p: _view(self.buffer, end - p.numel(), p) for p, end in zip(params, ends, strict=True)}
-        self.missing = set(params)  # those whose gradient is still to come in this step
+        self.missing = set(params)  # those whose gradient is still expected in this step
         self.used: set[nn.Parameter] = set()  # those that had one when the collective started
-        self.work: Handle | None = None
+        self.sent, self.work = self.buffer, None  # what is under way, and its handle
 
     def collect(self, param: nn.Parameter) -> None:
         """Move the parameter's gradient into the buffer; `p.grad` becomes its view."""
@@ -84,16 +83,17 @@ class Bucket:
             self.sent = self.buffer if wire is None else self.buffer.to(wire)
         self.work = comm.all_reduce(self.sent, op, group=group, async_op=True, ordered=True)
 
-    def finish(self) -> None:
-        """Wait for the collective. After: the views hold the result, and the bucket is ready for the next step. (Whose
-        gradient it is, `p.grad`, is for the caller to say: he knows what no rank used.)
+    def finish(self, used: Container[nn.Parameter]) -> None:
+        """Wait for the collective. After: `p.grad` is the view, with the result, for each parameter that is `used` on
+        any rank, and None for the others. In the next step the bucket is complete when as many have come.
         """
-        assert self.work is not None
         self.work.wait()
         if self.sent is not self.buffer:
             self.buffer.copy_(self.sent)
-        self.work, self.sent = None, self.buffer
-        self.missing, self.used = set(self.views), set()
+        for param, view in self.views.items():
+            param.grad = view if param in used else None
+        self.missing, self.used = {param for param in self.views if param in used}, set()
+        self.sent, self.work = self.buffer, None
 
 
 def _view(buffer: Tensor, start: int, param: nn.Parameter) -> Tensor:

@@ -21,8 +21,8 @@ Message = tuple[Tensor, int]  # a tensor and the peer, a rank in the group
 class Handle:
     """An operation in flight. `wait` returns when its buffers hold the result and may be used again.
 
-    works: what to wait for. then: what is left to do on this rank afterwards. keep: buffers that
-    must live until then.
+    works: what to wait for. then: what is left to do on this rank afterwards; a handle that it returns is waited for
+    as well. keep: buffers that must live until the end.
     """
 
     def __init__(
@@ -30,15 +30,22 @@ class Handle:
     ):
         self._works, self._then, self._keep = works, then, keep
 
-    def wait(self) -> None:
-        """Wait for every part, then finish what is left to do; a second call does nothing."""
+    def advance(self) -> None:
+        """Wait for what is under way, and start what follows it; the last part ends here."""
         works, then, self._works, self._then = self._works, self._then, (), None
         for work in works:
             work.wait()
-        if then is not None:
-            with torch.no_grad():
-                then()
-        self._keep = ()
+        with torch.no_grad():
+            following = then() if then is not None else None
+        if isinstance(following, Handle):
+            self._works = (following,)
+        else:
+            self._keep = ()
+
+    def wait(self) -> None:
+        """Wait for every part, one after the other; a second call does nothing."""
+        while self._works or self._then is not None:
+            self.advance()
 
 
 def exchange(sends: Sequence[Message], receives: Sequence[Message], *, group: dist.ProcessGroup) -> Handle:

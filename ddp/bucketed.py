@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from collectives import comm
 from collectives.flat import Bucket, deal
@@ -57,17 +57,20 @@ class BucketedDDP(Replica):
         """Reduce what has not been reduced yet, and wait for all of it."""
         self.start_buckets()
         flags, agreeing = self.start_agreement([self._where(param) for param in self.params])
-        for bucket in self.buckets:
-            bucket.finish()
+        for bucket in self.buckets:  # so that the second halves of all of them are under way at once
+            bucket.work.advance()
         agreeing.wait()
-        agreed = dict(zip(self.params, flags.tolist(), strict=True))
+        agreed = {param: where for param, where in zip(self.params, flags.tolist(), strict=True) if where}
+        outside = {}
         for param, where in agreed.items():
             if where & OUTSIDE:
-                self._add_outside(param)
-            else:
-                param.grad = self.bucket_of[param].views[param] if where else None
-        if newcomers := {param for param, where in agreed.items() if where and param not in self.bucket_of}:
-            self.place(param for param in self.params if param in self.bucket_of or param in newcomers)
+                outside[param], param.grad = param.grad, None
+        for bucket in self.buckets:
+            bucket.finish(used=agreed)
+        for param, grad in outside.items():
+            self._add(param, grad)
+        if any(param not in self.bucket_of for param in outside):  # frozen before: from now on in buckets
+            self.place(param for param in self.params if param in self.bucket_of or param in outside)
         self.equalize_buffers()
 
     def _where(self, param: nn.Parameter) -> int:
@@ -76,13 +79,13 @@ class BucketedDDP(Replica):
         inside = bucket is not None and param in bucket.used
         return IN_BUCKET * inside + OUTSIDE * (param.grad is not None)
 
-    def _add_outside(self, param: nn.Parameter) -> None:
-        """Reduce a gradient that missed its bucket, on any rank, and add it: one that came after the bucket had
-        started, or that of a parameter which was frozen when buckets were dealt.
+    def _add(self, param: nn.Parameter, grad: Tensor | None) -> None:
+        """Reduce a gradient that missed its bucket on some rank, and add it: one that came after the bucket had
+        started, or that of a parameter which has no bucket, since it was frozen.
         """
-        late = torch.zeros_like(param) if param.grad is None else param.grad
-        comm.all_reduce(late, self.op, group=self.group, ordered=True)
-        param.grad = self.bucket_of[param].views[param].add_(late) if param in self.bucket_of else late
+        grad = torch.zeros_like(param) if grad is None else grad
+        comm.all_reduce(grad, self.op, group=self.group, ordered=True)
+        param.grad = grad if param.grad is None else param.grad.add_(grad)
 
 
 def wrap(

@@ -61,7 +61,7 @@ def all_reduce(tensor: Tensor, op: Any, *, group: dist.ProcessGroup) -> Handle:
     size, rank = dist.get_world_size(group), dist.get_rank(group)
     pieces = tensor.view(-1).tensor_split(size)
     scattered = _reduce_pieces(pieces[rank], pieces, op, rank=rank, group=group)
-    return Handle([scattered], lambda: _gather_pieces(pieces, rank=rank, group=group).wait())
+    return Handle([scattered], lambda: _gather_pieces(pieces, rank=rank, group=group))
 
 
 def _reduce_pieces(output: Tensor, pieces: Sequence[Tensor], op: Any, *, rank: int, group: dist.ProcessGroup) -> Handle:
