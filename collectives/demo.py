@@ -26,6 +26,7 @@ class Claim:
     expected: float
     measured: float | None  # None: this machine cannot measure it
     allowed: float
+    part: str  # of the demo: a heading in the table
 
     def holds(self) -> bool:
         """Whether the measurement is as near as it must be; an unmeasured claim is not judged."""
@@ -37,12 +38,13 @@ class Demo:
     """The claims and times of a demo, on one rank."""
 
     run: Runtime
+    part: str = ""  # whatever is recorded belongs to this part of the demo
     claims: list[Claim] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
 
     def claim(self, name: str, formula: str, expected: float, measured: float | None, *, allowed: float = 0.0) -> None:
         """Record that `measured` on this rank must equal `expected`, to within `allowed`, and by which formula."""
-        self.claims.append(Claim(name, formula, expected, measured, allowed))
+        self.claims.append(Claim(name, formula, expected, measured, allowed, self.part))
 
     def parity(self, name: str, error: float, allowed: float) -> None:
         """Record the largest relative error against one process; at most `allowed`."""
@@ -53,7 +55,7 @@ class Demo:
         """Show how long a block takes."""
         began = time.perf_counter()
         yield
-        self.seconds[name] = time.perf_counter() - began
+        self.seconds[f"{self.part}: {name}" if self.part else name] = time.perf_counter() - began
 
     def traffic(self, name: str, formula: str, expected: float, measured: float | None, *, calls: int) -> None:
         """Record bytes written to sockets: within 1 % of the formula plus 4 KB a call, for headers."""
@@ -119,7 +121,11 @@ def _print_table(rows: list[tuple[Claim, ...]], seconds: dict[str, float]) -> No
     from rich.table import Table  # noqa: PLC0415
 
     table = Table("claim", "formula", "expected", "all ranks", "", box=box.SIMPLE, pad_edge=False)
+    part = ""
     for row in rows:
+        if row[0].part != part:
+            part = row[0].part
+            table.add_row(f"[bold]{part}[/]")
         values = sorted(claim.measured for claim in row if claim.measured is not None)
         span = "not on this system" if not values else _number(values[0])
         if values and values[-1] != values[0]:

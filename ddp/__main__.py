@@ -3,15 +3,15 @@
     python -m ddp                                       4 local ranks
     torchrun --standalone --nproc-per-node 2 -m ddp     the ranks of torchrun
 
-Every rank starts from weights of its own, which wrap makes rank 0's. 13 rows are dealt out unevenly; the last four go
-through a head of their own, so most ranks have no row for one of the two heads; one parameter is used by nobody.
+The three versions in turn. Every rank starts from weights of its own, which wrap makes rank 0's. 13 rows are dealt out
+unevenly; the last four read a second embedding, so some ranks have no row for it; one parameter is used by nobody.
 float64, SGD with momentum.
 """
 
 import copy
 import hashlib
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from unittest import mock
 
 import torch
@@ -21,70 +21,79 @@ from torch.nn.functional import cross_entropy
 from collectives import comm, demo
 from collectives.demo import Demo
 from collectives.runtime import Runtime
-from ddp import naive
+from ddp import bucketed, naive, overlapped
 
-ROWS, STEPS, VOCAB, WIDTH, HIDDEN = 13, 4, 512, 128, 384
+ROWS, SECOND, STEPS, VOCAB, WIDTH, HIDDEN = 13, 4, 4, 512, 128, 384
+CAP = 1 << 20  # bytes of a bucket: three of them for this model
 
 
 class Model(nn.Module):
-    """The next token, from one token, by one of two heads."""
+    """The next token from one token; a second embedding is added to where `second` is 1."""
 
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCAB, WIDTH)
+        self.second = nn.Embedding(VOCAB, WIDTH)
         self.norm = nn.RMSNorm(WIDTH)
         self.up = nn.Linear(WIDTH, HIDDEN)
         self.down = nn.Linear(HIDDEN, WIDTH)
-        self.heads = nn.ModuleList(nn.Linear(WIDTH, VOCAB) for _ in range(2))
+        self.head = nn.Linear(WIDTH, VOCAB)
         self.unused = nn.Linear(WIDTH, WIDTH, bias=False)
 
-    def forward(self, ids: Tensor, head: int) -> Tensor:
+    def forward(self, ids: Tensor, second: Tensor) -> Tensor:
         x = self.embed(ids)  # [B, D]
-        x = x + self.down(self.up(self.norm(x)).relu())
-        return self.heads[head](x)  # [B, V]
+        if second.any():
+            x = x + self.second(ids) * second.unsqueeze(1)
+        return self.head(x + self.down(self.up(self.norm(x)).relu()))  # [B, V]
 
 
 def backward(model: Model, rows: Tensor, batch: Tensor) -> None:
     """The gradient of these rows' part of the loss, which is the mean over the rows of the whole batch."""
-    heads = (rows >= ROWS - 4).long()
-    for head in heads.unique().tolist():
-        ids, labels = batch[rows[heads == head]].unbind(1)
-        (cross_entropy(model(ids, head), labels, reduction="sum") / ROWS).backward()
+    ids, labels = batch[rows].unbind(1)
+    (cross_entropy(model(ids, rows >= ROWS - SECOND), labels, reduction="sum") / ROWS).backward()
 
 
-def work(run: Runtime, show: Demo) -> None:
-    """Train both ways on every rank, and record what holds."""
-    torch.manual_seed(run.rank)
-    model = Model().double()
-    handle = naive.wrap(model, run.world, average=False)  # the sum: each loss is divided by all rows already
-    alone = copy.deepcopy(model)
-    initial = _values(model)
-    optimizer, reference = (torch.optim.SGD(m.parameters(), lr=0.5, momentum=0.9) for m in (model, alone))
-    dealt = torch.arange(ROWS).tensor_split(run.size)
-    rows, everything = dealt[run.rank], torch.arange(ROWS)
-    batches = torch.randint(VOCAB, (STEPS, ROWS, 2), generator=torch.Generator().manual_seed(0))  # the same everywhere
-
-    gradient_error = 0.0
+def alone(model: Model, batches: Tensor) -> tuple[list[list[Tensor]], list[Tensor]]:
+    """One process with whole batches: the gradients of each step, and the weights after the last."""
+    optimizer, gradients = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9), []
     for batch in batches:
         optimizer.zero_grad()
-        with show.time("forward and backward of this rank's rows"):
-            backward(model, rows, batch)
-        before = demo.bytes_written()
-        with show.time("reduction"), mock.patch.object(comm, "all_reduce", wraps=comm.all_reduce) as all_reduce:
-            handle.finish()
-        sent, calls = demo.bytes_since(before), all_reduce.call_count
-
-        reference.zero_grad()
-        with show.time("forward and backward of all rows in one process"):
-            backward(alone, everything, batch)
-        expected = _gradients(alone)
-        gradient_error = max(gradient_error, _error(_gradients(model), expected, expected))
+        backward(model, torch.arange(ROWS), batch)
+        gradients.append(_gradients(model))
         optimizer.step()
-        reference.step()
+    return gradients, _values(model)
 
-    ours, expected = _values(model), _values(alone)
+
+def version(run: Runtime, show: Demo, name: str) -> list[Tensor]:
+    """Train by one version beside one process, record what holds; the gradients of the last step."""
+    show.part = name
+    torch.manual_seed(run.rank)
+    model = Model().double()
+    settings = {} if name == "naive" else {"cap": CAP}
+    wrap = {"naive": naive.wrap, "bucketed": bucketed.wrap, "overlapped": overlapped.wrap}[name]
+    handle = wrap(model, run.world, average=False, **settings)  # the sum: each loss is divided by all rows already
+    optimizer = torch.optim.SGD(handle.parameters(), lr=0.5, momentum=0.9)
+    batches = torch.randint(VOCAB, (STEPS, ROWS, 2), generator=torch.Generator().manual_seed(0))  # the same everywhere
+    initial = _values(model)
+    expected_gradients, expected = alone(copy.deepcopy(model), batches)
+    rows = torch.arange(ROWS).tensor_split(run.size)[run.rank]
+
+    gradient_error = 0.0
+    for batch, expected_gradient in zip(batches, expected_gradients, strict=True):
+        optimizer.zero_grad()
+        before = demo.bytes_written()
+        with mock.patch.object(comm, "all_reduce", wraps=comm.all_reduce) as all_reduce:
+            with show.time("forward and backward"):
+                backward(model, rows, batch)
+            early = all_reduce.call_count
+            with show.time("finish"):
+                handle.finish()
+        sent, calls = demo.bytes_since(before), all_reduce.call_count
+        gradient_error = max(gradient_error, _error(_gradients(model), expected_gradient, expected_gradient))
+        optimizer.step()
+
+    ours = _values(model)
     gradients = [param.grad for param in model.parameters() if param.grad is not None]
-    n, weights = sum(grad.nbytes for grad in gradients), sum(value.nbytes for value in ours)
     state = [value for entry in optimizer.state.values() for value in entry.values()]
     moved = [after - before for after, before in zip(expected, initial, strict=True)]
     show.parity("gradients", gradient_error, 1e-12)
@@ -93,12 +102,30 @@ def work(run: Runtime, show: Demo) -> None:
     digests = set(comm.all_gather_object(digest, group=run.world))
     show.claim("different replicas", "1, bit for bit", 1, len(digests))
     show.claim("without gradient", "the unused one", 1, len(ours) - len(gradients))
-    show.claim("all_reduces a step", "a gradient, + 1", len(gradients) + 1, calls)
+    weights, used = sum(value.nbytes for value in ours), sum(grad.nbytes for grad in gradients)
+    if name == "naive":
+        n, what, collectives = used, "a gradient", len(gradients)
+    else:
+        n, what, collectives = weights, "a bucket", len(handle.buckets)
+    show.claim("all_reduces a step", f"{what}, + 1", collectives + 1, calls)
+    last = int(bool((rows < ROWS - SECOND).all()))  # the last bucket waits for a second embedding that has no row here
+    under_way = collectives - last if name == "overlapped" else 0
+    show.claim("started in backward", "all, but one without rows" if under_way else "0", under_way, early)
     show.traffic("bytes sent a step", "2n(P-1)/P", 2 * n * (run.size - 1) // run.size, sent, calls=calls)
     held = _memory([*model.parameters(), *gradients, *state])
-    show.claim("bytes of state", "3n + the unused", weights + 2 * n, held)
+    show.claim("bytes of state", "weights + n + momentum", weights + n + used, held)
+    return gradients
+
+
+def work(run: Runtime, show: Demo) -> None:
+    """All versions on every rank; they must agree to the bit."""
     if run.rank == 0:
-        print(f"{ROWS} rows dealt to {run.size} ranks: {[len(part) for part in dealt]}; n = {n:,} bytes of gradients")
+        dealt = [len(part) for part in torch.arange(ROWS).tensor_split(run.size)]
+        print(f"{ROWS} rows dealt to {run.size} ranks: {dealt}")
+    first, *others = [version(run, show, name) for name in ("naive", "bucketed", "overlapped")]
+    show.part = "together"
+    different = sum(not torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True))
+    show.claim("gradients that differ in bits", "0", 0, different)
 
 
 def _values(model: nn.Module) -> list[Tensor]:
@@ -106,7 +133,7 @@ def _values(model: nn.Module) -> list[Tensor]:
 
 
 def _gradients(model: nn.Module) -> list[Tensor]:
-    return [torch.zeros_like(param) if param.grad is None else param.grad for param in model.parameters()]
+    return [torch.zeros_like(param) if param.grad is None else param.grad.clone() for param in model.parameters()]
 
 
 def _error(ours: Iterable[Tensor], expected: Iterable[Tensor], scale: Iterable[Tensor]) -> float:
@@ -118,7 +145,7 @@ def _error(ours: Iterable[Tensor], expected: Iterable[Tensor], scale: Iterable[T
     return max(largest)
 
 
-def _memory(tensors: Iterable[Tensor]) -> int:
+def _memory(tensors: Sequence[Tensor]) -> int:
     """Bytes of the storages behind these tensors, each counted once."""
     storages = [tensor.untyped_storage() for tensor in tensors]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
