@@ -30,24 +30,38 @@ def peak_bytes(
     """The most bytes on `device` that live at once during `call`, beyond those that live at its start.
 
     `call` runs twice, each time after `prepare`, which is not counted. Scalars that torch wraps, 8 bytes each, count.
+    Cycles that only Python's garbage collector could free live on: when it comes along is chance.
     """
-    levels = []
 
-    def twice() -> None:
+    def ready() -> None:
         prepare()
         call()
         prepare()
-        gc.collect()  # or the level at the start would hold garbage
-        if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(device)
-            levels.append(torch.cuda.memory_allocated(device))
+
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        return _gpu_peak(ready, call, device) if device.type == "cuda" else _cpu_peak(ready, call)
+    finally:
+        if collecting:
+            gc.enable()
+
+
+def _gpu_peak(ready: Callable[[], object], call: Callable[[], object], device: torch.device) -> int:
+    ready()
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    call()
+    return torch.cuda.max_memory_allocated(device) - before
+
+
+def _cpu_peak(ready: Callable[[], object], call: Callable[[], object]) -> int:
+    def both() -> None:
+        ready()
         with record_function(_SPAN):
             call()
 
-    if device.type == "cuda":
-        twice()
-        return torch.cuda.max_memory_allocated(device) - levels[0]
-    events = _recorded(twice)
+    events = _recorded(both)
     begin = next(event["ts"] for event in events if event["name"] == _SPAN)
     before = [level for when, level in _levels(events) if when < begin]
     during = [level for when, level in _levels(events) if when >= begin]
