@@ -33,7 +33,7 @@ def net(seed):
     return Net().double()
 
 
-def steps(model, params, rows, count, finish=lambda: None, after_step=lambda: None):
+def steps(model, params, rows, count, *, finish=lambda: None, after_step=lambda: None):
     """Train on these of `count` rows: [(gradients, values)] by name, after each step. The loss is a mean over all."""
     optimizer, done = torch.optim.SGD(params, lr=0.3, momentum=0.9), []
     numbers = torch.Generator().manual_seed(0)
@@ -56,7 +56,7 @@ def train(run, wrap, shares):
     model = net(run.rank)
     handle = wrap(model, run.world, average=False)
     rows = torch.arange(sum(shares)).split(shares)[run.rank].tolist()
-    return steps(model, handle.parameters(), rows, sum(shares), handle.finish, handle.after_step)
+    return steps(model, handle.parameters(), rows, sum(shares), finish=handle.finish, after_step=handle.after_step)
 
 
 def worst(ours, expected):
