@@ -6,7 +6,7 @@ RANKS ?= 2
 ARGS ?=
 FOLDER ?=
 
-.PHONY: train test demo parity lint ideas drill test-gpu clean
+.PHONY: train test demo parity bench lint ideas drill test-gpu clean
 
 $(READY): constraints.txt pyproject.toml
 	rm -rf .venv
@@ -28,6 +28,12 @@ demo: $(READY)  ## every folder's demo, and every README block marked `sh run`
 
 parity: $(READY)  ## every mesh against the independent reference, in float64: a table
 	$(BIN)/python -m tests.parity
+
+bench: $(READY)  ## ours beside PyTorch's, in turn on the same ranks: runs/bench.json and a table; FOLDER=ddp for one
+	mkdir -p runs
+	$(BIN)/python -m pytest --benchmark-only --benchmark-json=runs/bench.json --benchmark-columns=min,median,iqr,rounds \
+		tests/bench/$(if $(FOLDER),test_$(FOLDER).py)
+	$(BIN)/python -m tests.bench.table runs/bench.json
 
 lint: $(READY)
 	$(BIN)/ruff check .

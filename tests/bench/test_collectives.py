@@ -1,0 +1,26 @@
+"""The ground's benches: the direct exchange beside the backend's collectives, numbers by counter beside torch's."""
+
+import pytest
+
+from collectives import bench
+from tests.bench import ranks
+
+pytestmark = pytest.mark.benchmark(timer=ranks.clock)
+SMALL = 1 << 12  # for a run that measures nothing
+
+
+@pytest.mark.parametrize("nbytes", [1 << 20, 1 << 24])
+@pytest.mark.parametrize("exchange", bench.EXCHANGES, ids=lambda exchange: exchange.__name__)
+@pytest.mark.parametrize("size", [2, 4])
+def test_exchange(pool, benchmark, size, exchange, nbytes):
+    ranks.record(benchmark, pool, size, exchange, SMALL if benchmark.disabled else nbytes)
+
+
+@pytest.mark.parametrize("draw", bench.RANDOMNESS, ids=lambda draw: draw.__name__)
+def test_randomness(pool, benchmark, draw):
+    ranks.record(benchmark, pool, 1, on_one_thread, draw, SMALL if benchmark.disabled else bench.NUMBERS)
+
+
+def on_one_thread(run, draw, count):
+    """Every rank of the pool has one thread, and these need no other rank."""
+    return draw(count)

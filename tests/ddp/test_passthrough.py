@@ -1,0 +1,103 @@
+"""Each step of data parallelism over bare torch.distributed, in float64 against one process with the whole batch."""
+
+import pytest
+import torch
+from torch import nn
+
+from collectives import comm
+from ddp import naive
+from tests import passthrough
+
+WRAPS = [naive.wrap]
+SHARES = {1: [5], 2: [4, 1], 3: [2, 0, 3], 4: [1, 2, 0, 4]}  # rows of each rank
+STEPS, ULP = 3, torch.finfo(torch.float64).eps
+
+
+class Net(nn.Module):
+    """A matrix used twice, a weight that lies transposed in memory, one that only the first row uses, one nobody."""
+
+    def __init__(self):
+        super().__init__()
+        self.twice = nn.Linear(6, 6)
+        self.turned = nn.Parameter(torch.randn(6, 5).t())
+        self.first = nn.Parameter(torch.randn(5))
+        self.unused = nn.Parameter(torch.randn(3))
+
+    def forward(self, x, rows):
+        out = torch.tanh(self.twice(torch.tanh(self.twice(x)))) @ self.turned.t()  # [B, 5]
+        return out + self.first * out if 0 in rows else out
+
+
+def net(seed):
+    torch.manual_seed(seed)
+    return Net().double()
+
+
+def steps(model, params, rows, count, *, finish=lambda: None, after_step=lambda: None):
+    """Train on these of `count` rows: [(gradients, values)] by name, after each step. The loss is a mean over all."""
+    optimizer, done = torch.optim.SGD(params, lr=0.3, momentum=0.9), []
+    numbers = torch.Generator().manual_seed(0)
+    for _ in range(STEPS):
+        x, cotangent = (torch.randn(count, width, generator=numbers, dtype=torch.float64) for width in (6, 5))
+        optimizer.zero_grad()
+        for row in rows:
+            ((model(x[row : row + 1], [row]) * cotangent[row]).sum() / count).backward()
+        finish()
+        named = dict(model.named_parameters())
+        grads = {name: None if p.grad is None else p.grad.clone() for name, p in named.items()}
+        optimizer.step()
+        after_step()
+        done.append((grads, {name: p.detach().clone() for name, p in named.items()}))
+    return done
+
+
+def train(run, wrap, shares):
+    """This rank's steps, from weights of its own that wrap makes rank 0's."""
+    model = net(run.rank)
+    handle = wrap(model, run.world, average=False)
+    rows = torch.arange(sum(shares)).split(shares)[run.rank].tolist()
+    return steps(model, handle.parameters(), rows, sum(shares), finish=handle.finish, after_step=handle.after_step)
+
+
+def worst(ours, expected):
+    """The largest error of a gradient and of an update, as a share of what is allowed."""
+    share, before = 0.0, net(0).state_dict()
+    for (grads, values), (true_grads, true_values) in zip(ours, expected, strict=True):
+        largest = max(float(grad.abs().max()) for grad in true_grads.values() if grad is not None)
+        for name, true in true_grads.items():
+            if true is None:
+                assert grads[name] is None and torch.equal(values[name], before[name])
+                continue
+            allowed = 1e-12 * float(true.abs().max()) + 1e-14 * largest
+            share = max(share, float((grads[name] - true).abs().max()) / allowed)
+            moved, size = (float(x.abs().max()) for x in (true_values[name] - before[name], true_values[name]))
+            assert moved > 1e-4 * size, f"{name} moves too little to judge its update"
+            error = float((values[name] - true_values[name]).abs().max())
+            share = max(share, error / (1e-10 * moved + 4 * ULP * size))
+        before = true_values
+    return share
+
+
+@pytest.mark.parametrize("wrap", WRAPS, ids=lambda wrap: wrap.__module__)
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_gradients_and_updates_are_those_of_one_process(pool, ranks, wrap):
+    model, rows = net(0), sum(SHARES[ranks])
+    expected = steps(model, model.parameters(), range(rows), rows)
+    for done in pool.run(ranks, passthrough.run, train, wrap, SHARES[ranks]):
+        assert worst(done, expected) <= 1
+
+
+def without_a_reduction(run, wrap, shares):
+    """Gradients stay what they were."""
+    true, comm.all_reduce = (
+        comm.all_reduce,
+        lambda x, op, **more: None if x.is_floating_point() else true(x, op, **more),
+    )
+    return train(run, wrap, shares)
+
+
+@pytest.mark.parametrize("wrap", WRAPS, ids=lambda wrap: wrap.__module__)
+def test_parity_sees_a_missing_reduction(pool, wrap):
+    model, rows = net(0), sum(SHARES[2])
+    expected = steps(model, model.parameters(), range(rows), rows)
+    assert worst(pool.run(2, passthrough.run, without_a_reduction, wrap, SHARES[2])[0], expected) > 1e9
