@@ -35,11 +35,14 @@ class OverlappedDDP(BucketedDDP):
                 param.register_post_accumulate_grad_hook(lambda p: (call := on_gradient()) and call(p))
 
     def _on_gradient(self, param: nn.Parameter) -> None:
-        """Autograd has added to `p.grad`. Fires once a backward for a parameter that it reaches, however often used."""
+        """Autograd has added to `p.grad`. Fires once a backward for a parameter that it reaches, however often used;
+        also where a function of the graph gave no gradient for it.
+        """
         bucket = self.bucket_of[param]
         if bucket.work is not None:  # a second backward in one step: finish adds this one
             return
-        bucket.collect(param)
+        if param.grad is not None:
+            bucket.collect(param)
         if self.syncing:
             bucket.missing.discard(param)
             self._start_complete()

@@ -1,4 +1,4 @@
-"""Several backward calls in one step: under no_sync and without it, uneven over the ranks; what a loss is divided by."""
+"""Several backward calls in one step: under no_sync, without it, uneven over the ranks; what a loss is divided by."""
 
 import contextlib
 from unittest import mock
@@ -159,7 +159,7 @@ def test_a_parameter_used_only_under_no_sync_is_reduced(pool, wrap, ranks):
 def two_backwards(run, wrap, second, change=contextlib.nullcontext):
     """Two backward calls, no no_sync, the second on some ranks only: gradients of a, b and c in two steps.
 
-    a has 1 from the first and 10 from the second on each rank that has it, b only 10 from the second, c only 1.
+    a has 10 from the second, on each rank that has it, c 1 from the first, b both. Buckets start with c.
     """
     model = nn.ParameterDict({name: nn.Parameter(torch.ones(3, dtype=torch.float64)) for name in "abc"})
     handle = wrap(model, run.world, average=False)
@@ -167,7 +167,7 @@ def two_backwards(run, wrap, second, change=contextlib.nullcontext):
     with change():
         for _ in range(2):
             model.zero_grad()
-            (model["a"] + model["c"]).sum().backward()
+            (model["b"] + model["c"]).sum().backward()
             if run.rank in second:
                 (10 * (model["a"] + model["b"])).sum().backward()
             handle.finish()
@@ -178,9 +178,9 @@ def two_backwards(run, wrap, second, change=contextlib.nullcontext):
 @pytest.mark.parametrize(("ranks", "second"), [(1, (0,)), (2, (0, 1)), (2, (1,)), (3, (0,)), (3, ())])
 @each_version
 def test_a_gradient_that_comes_after_its_bucket_started_is_added(pool, wrap, ranks, second):
-    a, b, c = ranks + 10 * len(second), 10 * len(second), ranks
+    a, b, c = 10 * len(second), ranks + 10 * len(second), ranks
     for steps in pool.run(ranks, two_backwards, wrap, second):
-        assert steps == [[[a] * 3, [b] * 3 if b else None, [c] * 3]] * 2
+        assert steps == [[[a] * 3 if a else None, [b] * 3, [c] * 3]] * 2
 
 
 def without_late_gradients():
@@ -192,7 +192,7 @@ def without_late_gradients():
 
 def test_dropping_late_gradients_shows(pool):
     for steps in pool.run(2, two_backwards, BUCKETED["overlapped, 1 byte"], (1,), without_late_gradients):
-        assert steps[0] == [[2] * 3, [10] * 3, [2] * 3]  # a lacks the 10 of the second backward
+        assert steps == [[[10] * 3, [2] * 3, [2] * 3]] * 2  # b lacks the 10 of the second backward
 
 
 def autograd_under_way(run, wrap):

@@ -1,5 +1,6 @@
 """Models that wrap refuses: the same message on every rank, within seconds, naming the first difference."""
 
+from collections import OrderedDict
 from unittest import mock
 
 import pytest
@@ -28,11 +29,11 @@ def changed(key, value):
 
 
 def reordered():
-    return nn.ParameterDict({name: base()[name] for name in "bac"})
+    return nn.ParameterDict(OrderedDict((name, base()[name]) for name in "bac"))
 
 
 def renamed():
-    model = nn.ParameterDict({"a": vector(), "second": nn.Parameter(torch.zeros(2, 3)), "c": vector(4)})
+    model = nn.ParameterDict({"a": vector(), "b2": nn.Parameter(torch.zeros(2, 3)), "c": vector(4)})
     model.register_buffer("count", torch.zeros(2))
     return model
 
@@ -97,7 +98,7 @@ DIFFERENT = {
         "b [2, 3] float32 with strides (1, 2)",
     ),
     "order": (reordered, "tensor 0 is a [3] float32 on", "b [2, 3] float32"),
-    "name": (renamed, "tensor 1 is b [2, 3] float32 on", "second [2, 3] float32"),
+    "name": (renamed, "tensor 1 is b [2, 3] float32 on", "b2 [2, 3] float32"),
     "one more": (lambda: changed("d", vector(1)), "tensor 3 is count [2] float32 on", "d [1] float32"),
     "one less": (shorter, "tensor 2 is c [4] float32 on", "count [2] float32"),
     "frozen": (frozen, "tensor 1 is b [2, 3] float32 on", "b [2, 3] float32 frozen"),
@@ -137,16 +138,17 @@ def test_models_that_differ_are_refused_on_every_rank(pool, what, odd, members):
 
 
 def wrapped_unseen(run):
-    """Two models with the names of two tensors exchanged, if nobody compares them: no error, and other weights."""
-    names = "ab" if run.rank == 0 else "ba"
-    model = nn.ParameterDict({name: vector() for name in names})
+    """What a is after wrap, if nobody compares two models in which a and b stand in another order."""
+    model = nn.ParameterDict(OrderedDict((name, vector()) for name in ("ab" if run.rank == 0 else "ba")))
+    nn.init.ones_(model["a"])
     with mock.patch.object(replicas, "_compare", lambda mine, group: None):
         naive.wrap(model, run.world)
-    return "no error"
+    return model["a"][0].item()
 
 
 def test_without_the_comparison_nothing_would_be_refused(pool):
-    assert pool.run(2, wrapped_unseen) == ["no error"] * 2
+    """And the replicas would not be equal."""
+    assert pool.run(2, wrapped_unseen) == [1, 0]
 
 
 def meta_buffer():
