@@ -3,6 +3,7 @@ are.
 """
 
 import contextlib
+import functools
 
 import torch
 from torch import nn
@@ -62,7 +63,7 @@ def plain(rows, seed=0):
     return done
 
 
-def train(run, wrap, average, microbatches=1, change=contextlib.nullcontext, dtype=torch.float64):
+def train(run, wrap, average, microbatches, *, change=contextlib.nullcontext, dtype=torch.float64):
     """The same steps on rows dealt out in SHARES: (values after wrap, [(gradients, values)]) of this rank.
 
     A rank's loss is its part of the batch's mean, times the ranks if they average. change: what the steps run under.
@@ -108,9 +109,9 @@ def worst(ours, expected, initial):
     return share
 
 
-def judged(pool, ranks, wrap, average, microbatches=1, change=contextlib.nullcontext):
+def judged(pool, ranks, wrap, average, *, microbatches=1, change=contextlib.nullcontext):
     """(worst error of any rank, what each rank did); all must have started from rank 0's weights."""
-    results = pool.run(ranks, train, wrap, average, microbatches, change)
+    results = pool.run(ranks, functools.partial(train, change=change), wrap, average, microbatches)
     start, expected = snapshot(net(0))[1], plain(sum(SHARES[ranks]))
     for initial, _ in results:
         assert all(torch.equal(initial[name], value) for name, value in start.items())
