@@ -64,7 +64,8 @@ class Bucket:
         """Move the parameter's gradient into the buffer; `p.grad` becomes its view."""
         view = self.views[param]
         if param.grad is not view:
-            view.copy_(param.grad)
+            with torch.no_grad():  # backward(create_graph=True) runs hooks with gradients on
+                view.copy_(param.grad)
             param.grad = view
 
     def start(self, op: Any, *, group: dist.ProcessGroup, wire: torch.dtype | None = None) -> None:

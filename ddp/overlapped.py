@@ -4,7 +4,8 @@ A hook runs whenever autograd has added up a parameter's gradient. It moves the 
 bucket is complete its all-reduce starts; backward goes on with the layers below. Buckets start in one fixed order on
 all ranks, whatever a rank's backward reaches first or never: one that is complete early waits for those before it, and
 `finish` starts what is left. Bytes, collectives and bits are bucketed.py's; the time is that of the longer of the two,
-backward or traffic, plus the last bucket. Memory: the buckets, n, and one gradient at a time.
+backward or traffic, plus the last bucket. Memory: the buckets, n, one gradient at a time, and on more than two ranks
+what arrives, n(P-1)/P.
 
 Lecture A, "DDP의 기본 동작", and series 05 (docs/notation.md); Li et al. 2020, "PyTorch Distributed", 3.2.3. PyTorch's
 counterpart: torch/csrc/distributed/c10d/reducer.cpp. Left out: dealing buckets anew by the order in which gradients
@@ -35,11 +36,14 @@ class OverlappedDDP(BucketedDDP):
                 param.register_post_accumulate_grad_hook(lambda p: (call := on_gradient()) and call(p))
 
     def _on_gradient(self, param: nn.Parameter) -> None:
-        """Autograd has added to `p.grad`. Fires once a backward for a parameter that it reaches, however often used."""
+        """Autograd has added to `p.grad`. Fires once a backward for a parameter that it reaches, however often used;
+        also where a function of the graph gave no gradient for it.
+        """
         bucket = self.bucket_of[param]
         if bucket.work is not None:  # a second backward in one step: finish adds this one
             return
-        bucket.collect(param)
+        if param.grad is not None:
+            bucket.collect(param)
         if self.syncing:
             bucket.missing.discard(param)
             self._start_complete()

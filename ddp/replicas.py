@@ -106,7 +106,8 @@ def replicate(
     params = list(dict.fromkeys(module.parameters() if params is None else params))
     names = {param: name for name, param in module.named_parameters()}
     tensors = {names.get(param, f"params[{i}]"): param for i, param in enumerate(params)} | buffers
-    _compare({name: _description(tensor) for name, tensor in tensors.items()}, group)
+    sparse = dict.fromkeys(_sparse(module), "with sparse gradients")
+    _compare({name: _description(tensor) for name, tensor in tensors.items()} | sparse, group)
     _check(module, tensors)
     for tensor in tensors.values():
         if tensor.is_meta:
@@ -146,9 +147,12 @@ def _check(module: nn.Module, tensors: dict[str, Tensor]) -> None:
             raise ValueError(f"buffer {name} is on the meta device: give it values before wrap, nobody will later")
         if tensor.is_complex() and isinstance(tensor, nn.Parameter):
             raise ValueError(f"{name} is complex: keep it as a real tensor with a last dimension of 2")
-    for name, part in module.named_modules():
-        if getattr(part, "sparse", False):
-            raise ValueError(f"{name} makes sparse gradients, which have no place in a sum of dense ones: sparse=False")
+    for name in _sparse(module):
+        raise ValueError(f"{name} makes sparse gradients, which have no place in a sum of dense ones: sparse=False")
+
+
+def _sparse(module: nn.Module) -> list[str]:
+    return [name for name, part in module.named_modules() if getattr(part, "sparse", False)]
 
 
 def _broadcast(tensor: Tensor, group: dist.ProcessGroup) -> None:

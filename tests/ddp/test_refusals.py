@@ -1,0 +1,200 @@
+"""Models that wrap refuses: the same message on every rank, within seconds, naming the first difference."""
+
+from collections import OrderedDict
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+from ddp import bucketed, naive, overlapped, replicas
+
+SECONDS = 10.0
+
+
+def vector(n=3, dtype=torch.float32, **more):
+    return nn.Parameter(torch.zeros(n, dtype=dtype), **more)
+
+
+def base():
+    model = nn.ParameterDict({"a": vector(), "b": nn.Parameter(torch.zeros(2, 3)), "c": vector(4)})
+    model.register_buffer("count", torch.zeros(2))
+    return model
+
+
+def changed(key, value):
+    model = base()
+    model[key] = value
+    return model
+
+
+def reordered():
+    return nn.ParameterDict(OrderedDict((name, base()[name]) for name in "bac"))
+
+
+def renamed():
+    model = nn.ParameterDict({"a": vector(), "b2": nn.Parameter(torch.zeros(2, 3)), "c": vector(4)})
+    model.register_buffer("count", torch.zeros(2))
+    return model
+
+
+def shorter():
+    model = base()
+    del model["c"]
+    return model
+
+
+def frozen():
+    model = base()
+    model["b"].requires_grad_(False)
+    return model
+
+
+def shared():
+    model = base()
+    model["c"] = model["a"]
+    return model
+
+
+def on_meta():
+    return changed("b", nn.Parameter(torch.zeros(2, 3, device="meta")))
+
+
+def other_buffer():
+    model = base()
+    model.count = torch.zeros(2, dtype=torch.int16)
+    return model
+
+
+def fewer_buffers():
+    model = base()
+    model.count = None
+    return model
+
+
+def sparse():
+    model = base()
+    model.embed = nn.Embedding(4, 2, sparse=True)
+    return model
+
+
+def dense():
+    model = base()
+    model.embed = nn.Embedding(4, 2)
+    return model
+
+
+DIFFERENT = {
+    "shape": (
+        lambda: changed("b", nn.Parameter(torch.zeros(3, 2))),
+        "tensor 1 is b [2, 3] float32 on",
+        "b [3, 2] float32",
+    ),
+    "numel": (lambda: changed("a", vector(5)), "tensor 0 is a [3] float32 on", "a [5] float32"),
+    "dtype": (lambda: changed("c", vector(4, torch.float16)), "tensor 2 is c [4] float32 on", "c [4] float16"),
+    "strides": (
+        lambda: changed("b", nn.Parameter(torch.zeros(3, 2).t())),
+        "tensor 1 is b [2, 3] float32 on",
+        "b [2, 3] float32 with strides (1, 2)",
+    ),
+    "order": (reordered, "tensor 0 is a [3] float32 on", "b [2, 3] float32"),
+    "name": (renamed, "tensor 1 is b [2, 3] float32 on", "b2 [2, 3] float32"),
+    "one more": (lambda: changed("d", vector(1)), "tensor 3 is count [2] float32 on", "d [1] float32"),
+    "one less": (shorter, "tensor 2 is c [4] float32 on", "count [2] float32"),
+    "frozen": (frozen, "tensor 1 is b [2, 3] float32 on", "b [2, 3] float32 frozen"),
+    "shared": (shared, "tensor 2 is c [4] float32 on", "count [2] float32"),
+    "meta": (on_meta, "tensor 1 is b [2, 3] float32 on", "b [2, 3] float32 on meta"),
+    "buffer": (other_buffer, "tensor 3 is count [2] float32 on", "count [2] int16"),
+    "no buffer": (fewer_buffers, "tensor 3 is count [2] float32 on", "nothing"),
+}
+
+
+def refused(run, wrap, build, odd, members):
+    """The message of wrap on the members of a group, one of which builds its model in another way."""
+    group = run.new_group(members)
+    if group is None:
+        return None
+    model = DIFFERENT[build][0]() if run.rank == odd else base()
+    with pytest.raises(ValueError, match="the models differ") as error:
+        wrap(model, group)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(("odd", "members"), [(1, [0, 1]), (0, [0, 1, 2]), (3, [1, 3])])
+@pytest.mark.parametrize("what", DIFFERENT)
+def test_models_that_differ_are_refused_on_every_rank(pool, what, odd, members):
+    """With the ranks of the world, whatever the group; the first difference, though more may follow it."""
+    results = pool.run(max(members) + 1, refused, overlapped.wrap, what, odd, members, timeout=SECONDS)
+    messages = [message for message in results if message is not None]
+    assert len(messages) == len(members)
+    assert len(set(messages)) == 1
+    _, usual, other = DIFFERENT[what]
+    if odd == members[0]:
+        expected = f"is {other} on rank {odd}, {usual.split(' is ')[1].removesuffix(' on')} on rank {members[1]};"
+    else:
+        expected = f"{usual} rank {members[0]}, {other} on rank {odd};".replace("nothing  on", "nothing on")
+    assert " ".join(expected.split()) in " ".join(messages[0].split())
+    assert messages[0].endswith("build the same model on every rank")
+
+
+def wrapped_unseen(run):
+    """What a is after wrap, if nobody compares two models in which a and b stand in another order."""
+    model = nn.ParameterDict(OrderedDict((name, vector()) for name in ("ab" if run.rank == 0 else "ba")))
+    nn.init.ones_(model["a"])
+    with mock.patch.object(replicas, "_compare", lambda mine, group: None):
+        naive.wrap(model, run.world)
+    return model["a"][0].item()
+
+
+def test_without_the_comparison_nothing_would_be_refused(pool):
+    """And the replicas would not be equal."""
+    assert pool.run(2, wrapped_unseen) == [1, 0]
+
+
+def meta_buffer():
+    return nn.BatchNorm1d(2, device="meta")
+
+
+def complex_parameter():
+    return nn.ParameterDict({"phase": vector(2, torch.complex64)})
+
+
+REFUSED = {
+    "meta buffer": (meta_buffer, "buffer running_mean is on the meta device: give it values before wrap"),
+    "complex": (complex_parameter, "phase is complex: keep it as a real tensor with a last dimension of 2"),
+    "sparse": (sparse, "embed makes sparse gradients, .* sparse=False"),
+}
+
+
+def refused_everywhere(run, what):
+    build, message = REFUSED[what]
+    with pytest.raises(ValueError, match=message):
+        naive.wrap(build(), run.world)
+
+
+@pytest.mark.parametrize("what", REFUSED)
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_what_cannot_be_replicated_is_refused(pool, ranks, what):
+    pool.run(ranks, refused_everywhere, what, timeout=SECONDS)
+
+
+def sparse_on_one(run, odd):
+    with pytest.raises(ValueError) as error:
+        naive.wrap(sparse() if run.rank == odd else dense(), run.world)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("odd", [0, 1])
+def test_sparse_gradients_on_one_rank_are_refused_on_all(pool, odd):
+    first, second = pool.run(2, sparse_on_one, odd, timeout=SECONDS)
+    assert first == second and "sparse" in first
+
+
+@pytest.mark.parametrize("version", ["bucketed", "overlapped"])
+def test_a_cap_of_nothing_is_refused(pool, version):
+    pool.run(2, cap_of_nothing, version, timeout=SECONDS)
+
+
+def cap_of_nothing(run, version):
+    with pytest.raises(ValueError, match="a bucket of 0 bytes holds nothing: give it at least 1"):
+        {"bucketed": bucketed, "overlapped": overlapped}[version].wrap(base(), run.world, cap=0)

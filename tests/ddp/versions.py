@@ -1,0 +1,60 @@
+"""The versions of data parallelism that tests run, and what a test sees of a step: collectives, gradients, memory."""
+
+import contextlib
+import functools
+from unittest import mock
+
+import pytest
+
+from collectives import comm
+from ddp import bucketed, naive, overlapped
+
+BUCKETED = {
+    "bucketed": bucketed.wrap,
+    "bucketed, 16 bytes": functools.partial(bucketed.wrap, cap=16),
+    "overlapped": overlapped.wrap,
+    "overlapped, 100 bytes": functools.partial(overlapped.wrap, cap=100),
+    "overlapped, 1 byte": functools.partial(overlapped.wrap, cap=1),
+}
+VERSIONS = {"naive": naive.wrap, **BUCKETED}
+each_version = pytest.mark.parametrize("wrap", list(VERSIONS.values()), ids=list(VERSIONS))
+each_bucketed = pytest.mark.parametrize("wrap", list(BUCKETED.values()), ids=list(BUCKETED))
+COLLECTIVES = ("all_reduce", "reduce_scatter_single", "all_gather_single", "all_to_all_single", "broadcast", "reduce")
+
+
+@contextlib.contextmanager
+def recording():
+    """A list of (operation, elements) of every collective called meanwhile; a test may add marks of its own."""
+    calls = []
+
+    def recorded(name):
+        true = getattr(comm, name)
+
+        def call(tensor, *args, **more):
+            calls.append((name, tensor.numel()))
+            return true(tensor, *args, **more)
+
+        return mock.patch.object(comm, name, call)
+
+    with contextlib.ExitStack() as stack:
+        for name in COLLECTIVES:
+            stack.enter_context(recorded(name))
+        yield calls
+
+
+def snapshot(model):
+    """(gradients, values) of a model by name; a gradient may be None."""
+    params = dict(model.named_parameters())
+    grads = {name: None if param.grad is None else param.grad.clone() for name, param in params.items()}
+    return grads, {name: param.detach().clone() for name, param in params.items()}
+
+
+def same(a, b):
+    """Whether two gradients are the same bits, or both None."""
+    return (a is None and b is None) or (a is not None and b is not None and a.equal(b))
+
+
+def storage_bytes(tensors):
+    """Bytes of the storages behind these tensors, each counted once."""
+    storages = [tensor.untyped_storage() for tensor in tensors]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
