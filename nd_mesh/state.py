@@ -74,7 +74,7 @@ def _write(folder: Path, params: Params, optimizer: torch.optim.Optimizer, run: 
 def _states(param: nn.Parameter, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """All that is to be saved of a parameter: tensors of its shape by kind, itself among them; scalars by kind."""
     found = {kind: value for kind, value in optimizer.state.get(param, {}).items() if value is not None}
-    shaped = {kind: value for kind, value in found.items() if value.shape == param.shape}
+    shaped = {kind: value for kind, value in found.items() if value.dim()}
     scalars = {
         kind: {"value": value.item(), "dtype": dtype_name(value.dtype)}
         for kind, value in found.items()
@@ -175,7 +175,7 @@ def _read(checkpoint: saved.Checkpoint, params: Params, everywhere: set[str]) ->
     with Pieces(checkpoint) as pieces:
         wrong += pieces.differences()
         for param in params:
-            misfit = _misfit(param, index)
+            misfit = _misfit(param, index, checkpoint.state["scalars"])
             wrong += misfit
             values[param] = {}
             for kind, entry in {} if misfit else index[param.held.name].items():
@@ -188,7 +188,7 @@ def _read(checkpoint: saved.Checkpoint, params: Params, everywhere: set[str]) ->
     return values
 
 
-def _misfit(param: nn.Parameter, index: dict[str, dict]) -> list[str]:
+def _misfit(param: nn.Parameter, index: dict[str, dict], scalars: dict[str, dict]) -> list[str]:
     """Why this parameter cannot take what the index has under its name."""
     name, shape, dtype = param.held.name, list(param.held.boxes[0].shape), dtype_name(param.dtype)
     found = index.get(name, {})
@@ -201,7 +201,8 @@ def _misfit(param: nn.Parameter, index: dict[str, dict]) -> list[str]:
     ]
     if found[VALUES]["dtype"] != dtype:
         wrong.append(f"{name} is {found[VALUES]['dtype']}, here {dtype}")
-    states = {kind for kinds in index.values() for kind in kinds}
-    if len(found) > 1 and (lacks := sorted(states - set(found))):  # a parameter's optimizer state is whole, or absent
+    states = {other: {*index[other], *scalars.get(other, ())} for other in index}
+    lacks = sorted(set().union(*states.values()) - states[name])
+    if lacks and len(states[name]) > 1:  # a parameter's optimizer state is whole, or absent
         wrong.append(f"{name} has no {', '.join(lacks)}, others have")
     return wrong
