@@ -90,7 +90,7 @@ def test_killed_at_any_moment_of_a_save(pool, tmp_path):
     found = pool.run(1, resumed_from_all, tmp_path / "album")[0]
     assert all(equal(state, states[step - 1]) for step, state in found)
     steps = [step for step, _ in found]
-    assert steps == sorted(steps) and {1, 2} == set(steps) and len(steps) > 20, steps  # never back from 2 to 1
+    assert steps == sorted(steps) and {1, 2} == set(steps) and len(steps) >= 15, steps  # never back from 2 to 1
 
 
 TOML = """
