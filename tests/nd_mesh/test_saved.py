@@ -175,21 +175,21 @@ def test_no_room_for_a_file(pool, tmp_path, rank, limit, file):
     assert pool.run(2, with_largest_file, out, rank, resource.RLIM_INFINITY) == ["done"] * 2
 
 
-def with_full_disk(run: Runtime, cfg_out: Path, name: str, resume: str) -> str:
-    """A run that finds the disk full when it writes a file of that name for the second time, or later."""
+def with_full_disk(run: Runtime, out: Path, name: str, writes: int) -> str:
+    """A run that finds the disk full after so many writes of files of that name."""
     real, seen = Path.open, 0
 
     def opened(self: Path, mode: str = "r", *args, **kwargs):
         nonlocal seen
         if "r" not in mode and self.name.startswith(name):
             seen += 1
-            if seen > 1:
+            if seen > writes:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return real(self, mode, *args, **kwargs)
 
     Path.open = opened
     try:
-        module.train(config(run.size, out=str(cfg_out), save_every=2, resume=resume), stream(), stream(), run)
+        module.train(config(run.size, out=str(out), save_every=2), stream(), stream(), run)
     except Stopped as stopped:
         return str(stopped)
     finally:
@@ -197,14 +197,17 @@ def with_full_disk(run: Runtime, cfg_out: Path, name: str, resume: str) -> str:
     return "done"
 
 
-@pytest.mark.parametrize(("name", "step"), [("state.json", 2), ("metrics.jsonl", None)])
-def test_disk_full_on_rank_zero(pool, tmp_path, name, step):
-    """What was saved is there; resumed with room again, the run ends well."""
+@pytest.mark.parametrize(
+    ("name", "writes", "steps"),
+    [("state.json", 1, [2]), ("metrics.jsonl", 6, [4, 2]), ("sample.txt", 0, [10, 8, 6, 4, 2])],
+)
+def test_disk_full_on_rank_zero(pool, tmp_path, name, writes, steps):
+    """The run ends at once; what was saved is there; resumed with room again, it ends well."""
     out = tmp_path / "run"
-    told = pool.run(2, with_full_disk, out, name, "")
+    told = pool.run(2, with_full_disk, out, name, writes)
     assert told[0] == told[1] and name in told[0] and "No space left on device" in told[0], told
-    if step:
-        assert saved.choose(out).step == step
+    assert [step for step, _ in saved.candidates(out)] == steps
+    if name == "state.json":
         assert pool.run(2, with_largest_file, out, 0, resource.RLIM_INFINITY, str(out)) == ["done"] * 2
         assert [r["step"] for r in metrics.read(out) if "loss" in r] == list(range(1, 25))
 
