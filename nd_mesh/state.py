@@ -56,7 +56,7 @@ def _write(folder: Path, params: Params, optimizer: torch.optim.Optimizer, run: 
     tensors: dict[str, Tensor] = {}
     index: dict[str, dict[str, dict]] = defaultdict(dict)
     scalars = {}
-    for param in params:
+    for param in _holding(params):
         name = param.held.name
         shaped, scalars[name] = _states(param, optimizer)
         for kind, tensor in shaped.items():
@@ -69,6 +69,11 @@ def _write(folder: Path, params: Params, optimizer: torch.optim.Optimizer, run: 
         save_file(tensors, path)
     durable.sync(path)
     return {"files": {path.name: path.stat().st_size}, "tensors": dict(index), "scalars": scalars}
+
+
+def _holding(params: Params) -> list[nn.Parameter]:
+    """Those of which this rank holds anything; of a range that is cut up, a rank's share may be empty."""
+    return [param for param in params if param.held.boxes]
 
 
 def _states(param: nn.Parameter, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -174,7 +179,7 @@ def _read(checkpoint: saved.Checkpoint, params: Params, everywhere: set[str]) ->
     values: dict[nn.Parameter, dict[str, Tensor]] = {}
     with Pieces(checkpoint) as pieces:
         wrong += pieces.differences()
-        for param in params:
+        for param in _holding(params):
             misfit = _misfit(param, index, checkpoint.state["scalars"])
             wrong += misfit
             values[param] = {}

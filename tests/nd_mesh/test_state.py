@@ -174,7 +174,7 @@ def test_any_number_of_ranks_to_any_other(pool, tmp_path):
     }
 
 
-SHAPES = {"matrix": (7, 5), "cube": (3, 4, 2), "vector": (11,), "number": ()}
+SHAPES = {"matrix": (7, 5), "cube": (3, 4, 2), "vector": (11,), "number": (), "few": (2,)}
 CUTS = {
     "copies": lambda shape, rank, size: [Box.whole(shape)],
     "rows": lambda shape, rank, size: [Box.whole(shape).cut(0, *share(shape[0], rank, size))],
@@ -200,6 +200,7 @@ def cut_params(run: Runtime, cut: str) -> list[nn.Parameter]:
     params = []
     for name, shape in SHAPES.items():
         boxes = CUTS[cut](shape, run.rank, run.size) if shape else [Box.whole(shape)]
+        boxes = [box for box in boxes if box.numel]
         local = boxes[0].local if len(boxes) == 1 else (sum(box.numel for box in boxes),)
         param = nn.Parameter(torch.zeros(local))
         param.held = Held(name, tuple(boxes), Constant(0.0), decay=False)
@@ -210,7 +211,7 @@ def cut_params(run: Runtime, cut: str) -> list[nn.Parameter]:
 
 def numbers(held: Held, salt: str, shape: torch.Size) -> torch.Tensor:
     """A number for every element that tells tensor, kind and place."""
-    index = torch.cat([box.index().flatten() for box in held.boxes])
+    index = torch.cat([torch.empty(0, dtype=torch.int64), *(box.index().flatten() for box in held.boxes)])
     return rng.uniform(rng.key(0, held.name, salt), index).float().view(shape)
 
 
@@ -233,6 +234,8 @@ def load_cut(run: Runtime, cut: str, folder: Path) -> None:
     optimizer = torch.optim.AdamW(params)
     state.resume(folder, params, optimizer, ABOUT, run)
     for param in params:
+        if not param.held.boxes:
+            continue  # fewer elements than ranks: this one has none
         found = {"parameter": param.detach(), **optimizer.state[param]}
         assert found.pop("step") == 5
         for kind in KINDS:
