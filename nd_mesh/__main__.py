@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import NoReturn
 
 from collectives import runtime
-from nd_mesh import config, data, metrics, train
+from nd_mesh import config, data, folder, metrics, train
+from nd_mesh.agreement import Stopped
 
 
 class Parser(argparse.ArgumentParser):
@@ -52,13 +53,17 @@ def main(arguments: Sequence[str]) -> int:
         overrides = {name: getattr(chosen, name) for name in config.names() if hasattr(chosen, name)}
         settings = config.load(chosen.config, overrides)
         config.check(settings, here.size)
-        metrics.check_folder(Path(settings.train.out))
+        folder.check(Path(settings.train.out))
         training, validation = data.load(settings.data, settings.model.vocab)
     except (ValueError, OSError) as mistake:
         print(f"{told_by}error: {mistake}", file=sys.stderr)
         return 2
     with runtime.start(timeout=settings.train.timeout) as run:
-        train.train(settings, training, validation, run)
+        try:
+            train.train(settings, training, validation, run)
+        except Stopped as stopped:  # on every rank, so all leave in good order
+            print(f"{told_by}error: {stopped}", file=sys.stderr)
+            return 2
     return 0
 
 

@@ -87,6 +87,8 @@ class TrainConfig(_Strict):
     timeout: float = 600.0  # seconds until a rank that waits for another gives up
     evaluate_every: int = 0  # steps; the last one is always followed by an evaluation
     out: str = "runs/stdlib"
+    save_every: int = 0  # steps between checkpoints in `out`, the last step saved as well; 0: none
+    resume: str = ""  # go on from this checkpoint, or from the latest complete one of this run's folder
     prompt: str = "def "
     sample: int = 400  # bytes of text generated at the end
 
@@ -167,7 +169,7 @@ _POSITIVE = (
 _TOO_LARGE = 2**31
 _NOT_NEGATIVE = (
     *("train.lr", "train.warmup", "train.min_lr", "train.weight_decay"),
-    *("train.clip", "train.evaluate_every", "train.sample"),
+    *("train.clip", "train.evaluate_every", "train.save_every", "train.sample"),
 )
 
 

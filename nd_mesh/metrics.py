@@ -2,15 +2,16 @@
 bigram baseline.
 """
 
+import contextlib
 import json
-import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from nd_mesh.config import ConfigError
+from nd_mesh import agreement, durable, folder
 from nd_mesh.data import Stream
 
 
@@ -32,23 +33,34 @@ COLUMNS = "step, loss, gradient norm, rate, throughput, forward and backward of 
 
 
 class Report:
-    """Rank 0's view of a run, on the terminal and in the folder `out`. On other ranks it shows and writes nothing."""
+    """Rank 0's view of a run, on the terminal and in the folder `out`. On other ranks it shows and writes nothing.
 
-    def __init__(self, out: Path, steps: int, *, shown: bool):
+    first: the steps that were done before it began. A write that fails is noted in `failure`, not raised: the trainer
+    stops all ranks together.
+    """
+
+    def __init__(self, out: Path, steps: int, *, shown: bool, first: int = 0):
         from rich.console import Console  # noqa: PLC0415, an extra for the one who watches
         from rich.progress import BarColumn, Progress, TextColumn  # noqa: PLC0415
 
-        self.out, self.steps, self.shown = out.absolute(), steps, shown
+        self.out, self.steps, self.shown, self.first = out.absolute(), steps, shown, first
+        self.failure = ""
         self.console = Console(highlight=False, soft_wrap=True, quiet=not shown)
         self.progress = Progress(
             BarColumn(8), TextColumn("{task.description}"), console=self.console, auto_refresh=False, disable=not shown
         )
         self.task = self.progress.add_task("", total=steps)
         self.seconds = 0.0
-        if shown:
-            _keep_earlier(self.out)
-            self.out.mkdir(parents=True, exist_ok=True)
-            self.file = (self.out / "metrics.jsonl").open("w")
+
+    def open(self, manifest: dict[str, Any], *, going_on: bool) -> None:
+        """On rank 0: make the folder, or go on in it after step `first`, and write what the run is. Raises OSError."""
+        if going_on:
+            folder.go_on(self.out, self.first)
+        else:
+            folder.begin(self.out)
+        with durable.naming(self.out / "metrics.jsonl"):
+            (self.out / "metrics.jsonl").touch()  # the mark of a run's folder, so it is there first
+        durable.write(self.out / "manifest.json", json.dumps(manifest, indent=1))
 
     def say(self, text: str) -> None:
         """A line that stays."""
@@ -58,7 +70,7 @@ class Report:
         """Move the progress line on, and write the record. About twenty lines of a run stay on the terminal."""
         self._write(asdict(record))
         self.seconds += record.seconds
-        left = self.seconds / record.step * (self.steps - record.step)
+        left = self.seconds / (record.step - self.first) * (self.steps - record.step)
         line = (
             f"{record.step:>{len(str(self.steps))}}/{self.steps}  loss {record.loss:.4f}  |g| {record.grad_norm:.2f}  "
             f"lr {record.lr:.1e}  {record.tokens / record.seconds / 1000:.1f}k tok/s  "
@@ -67,7 +79,7 @@ class Report:
         if self.console.is_terminal:
             self.progress.start()
             self.progress.update(self.task, completed=record.step, description=line, refresh=True)
-        if record.step == 1 or record.step % max(1, self.steps // 20) == 0:
+        if record.step == self.first + 1 or record.step % max(1, self.steps // 20) == 0:
             self.say(line)
         if record.step == self.steps:
             self.progress.stop()
@@ -81,13 +93,13 @@ class Report:
         """Text that the model made, shown and kept as sample.txt."""
         self.say(f"a sample:\n{text}")
         if self.shown:
-            (self.out / "sample.txt").write_text(text)
+            with self._noting(self.out / "sample.txt") as path:
+                path.write_text(text)
 
     def close(self) -> None:
-        """Finish the files, and draw the curve where matplotlib is installed."""
+        """Draw the curve where matplotlib is installed."""
         if not self.shown:
             return
-        self.file.close()
         try:
             plot([self.out], self.out / "loss.png")
         except Exception as failure:  # a curve that cannot be drawn, for want of matplotlib or otherwise, ends no run
@@ -95,30 +107,16 @@ class Report:
 
     def _write(self, record: dict) -> None:
         if self.shown:
-            self.file.write(json.dumps(record) + "\n")
-            self.file.flush()
+            with self._noting(self.out / "metrics.jsonl") as path, path.open("a") as file:
+                file.write(json.dumps(record) + "\n")
 
-
-def check_folder(out: Path) -> None:
-    """Raise ConfigError unless a run may write into `out`: it is new, empty, or an earlier run's, which is kept."""
-    out = out.absolute()
-    if "\0" in str(out):
-        raise ConfigError(f"train.out={str(out)!r} is not a path")
-    if os.path.lexists(out) and not out.is_dir():
-        raise ConfigError(f"train.out={out} exists and is not a folder: name a folder")
-    earlier = (out / "metrics.jsonl").exists()
-    if out.is_dir() and any(out.iterdir()) and not earlier:
-        raise ConfigError(f"train.out={out} is a folder of something else: name a new one")
-    written = out if out.exists() and not earlier else next(folder for folder in out.parents if folder.exists())
-    if not written.is_dir() or not os.access(written, os.W_OK | os.X_OK):
-        raise ConfigError(f"train.out={out} cannot be written: {written} is not a folder that we may change")
-
-
-def _keep_earlier(out: Path) -> None:
-    """Move an earlier run's folder aside, to out.1, out.2, …"""
-    if (out / "metrics.jsonl").exists():
-        number = next(n for n in range(1, 10**6) if not os.path.lexists(out.with_name(f"{out.name}.{n}")))
-        out.rename(out.with_name(f"{out.name}.{number}"))
+    @contextlib.contextmanager
+    def _noting(self, path: Path) -> Iterator[Path]:
+        try:
+            with durable.naming(path):
+                yield path
+        except OSError as error:
+            self.failure = self.failure or agreement.words(error)
 
 
 def _clock(seconds: float) -> str:

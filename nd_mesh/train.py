@@ -8,14 +8,17 @@ lie on each other.
 import contextlib
 import math
 import time
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from collectives import comm
 from collectives.norm import clip, grad_norm
 from collectives.runtime import Runtime
-from nd_mesh import data, metrics
+from nd_mesh import data, manifest, metrics, saved, state
+from nd_mesh.agreement import Stopped, agree, attempt
 from nd_mesh.config import Config, TrainConfig
 from nd_mesh.mesh import AXES, Mesh
 from nd_mesh.metrics import Record
@@ -42,6 +45,7 @@ class Trainer:
             self.model = GPT(config.model, config.train.seed).to(getattr(torch, config.train.dtype))
         self.handle = parallelize(self.model, config, self.mesh, run.device)
         self.optimizer = self._make_optimizer()
+        self.data_hash = manifest.data_hash(train, validation) if run.rank == 0 else ""  # rank 0 writes and compares it
 
     def _make_optimizer(self) -> torch.optim.Optimizer:
         train, params = self.config.train, self.handle.parameters()
@@ -129,6 +133,20 @@ class Trainer:
         self.model.train()
         return (total[0] / total[1].clamp(min=1)).item()
 
+    def save(self, folder: Path, step: int) -> Path:
+        """Write a checkpoint of the state after `step` steps into `folder`; returns its path. Between two steps."""
+        return state.save(folder, self.handle.parameters(), self.optimizer, self._about(step), self.run)
+
+    def resume(self, path: Path) -> saved.Checkpoint:
+        """Take the state of a checkpoint, or of the latest complete one of a run's folder; returns which it is."""
+        checkpoint = state.resume(path, self.handle.parameters(), self.optimizer, self._about(0), self.run)
+        self.handle.after_step()
+        return checkpoint
+
+    def _about(self, step: int) -> dict[str, Any]:
+        """What a checkpoint tells of its run. Step k reads global batch k, so the step is the data cursor too."""
+        return {"step": step, "data_cursor": step, "data": self.data_hash, "config": asdict(self.config)}
+
     def _over_ranks(self, seconds: float) -> tuple[float, float]:
         mine = torch.tensor([seconds], dtype=torch.float64, device=self.run.device)
         everyone = torch.empty(self.run.size, dtype=torch.float64, device=self.run.device)
@@ -137,20 +155,20 @@ class Trainer:
 
 
 def train(config: Config, training: data.Stream, validation: data.Stream, run: Runtime) -> None:
-    """The whole run: build, step, evaluate, write a sample. Collective over the world; rank 0 reports."""
-    out = Path(config.train.out)
+    """The whole run: build or resume, step, evaluate, save, write a sample. Collective over the world; rank 0 reports.
+
+    Raises Stopped on every rank for a checkpoint that cannot be resumed, and when a write fails on any.
+    """
     trainer = Trainer(config, training, validation, run)
-    report = metrics.Report(out, config.train.steps, shown=run.rank == 0)
-    for line in (*describe(trainer), metrics.COLUMNS):
+    out, resumed = Path(config.train.out), None
+    if config.train.resume:
+        resumed = _resumed(trainer)
+    first = resumed.step if resumed else 0
+    report = metrics.Report(out, config.train.steps, first=first, shown=run.rank == 0)
+    attempt(lambda: _open(report, trainer, resumed) if run.rank == 0 else None, run)
+    for line in (*describe(trainer), *([f"resumed from {resumed.path}"] if resumed else []), metrics.COLUMNS):
         report.say(line)
-    began = time.perf_counter()
-    for step in range(config.train.steps):
-        record = trainer.step(step)
-        report.step(record)
-        every = config.train.evaluate_every
-        if record.step == config.train.steps or (every and record.step % every == 0):
-            report.evaluation(record.step, trainer.evaluate())
-    report.say(f"trained for {time.perf_counter() - began:.0f} s, evaluation included")
+    _steps(trainer, report, first)
     if config.model.vocab <= 1024:  # a table of vocab² counts
         baseline = metrics.bigram_loss(training, validation, config.model.vocab)
         report.say(f"bigram model of the same split {baseline:.4f}")
@@ -159,6 +177,37 @@ def train(config: Config, training: data.Stream, validation: data.Stream, run: R
         tokens = generate(trainer.model, prompt, config.train.sample, seed=config.train.seed, **settings)
         report.sample(bytes(tokens).decode(errors="replace"))
     report.close()
+    agree(report.failure, run)
+
+
+def _resumed(trainer: Trainer) -> saved.Checkpoint:
+    checkpoint, steps = trainer.resume(Path(trainer.config.train.resume)), trainer.config.train.steps
+    if checkpoint.step >= steps:
+        raise Stopped(f"{checkpoint.path} is at step {checkpoint.step} of train.steps={steps}: raise train.steps")
+    return checkpoint
+
+
+def _open(report: metrics.Report, trainer: Trainer, resumed: saved.Checkpoint | None) -> None:
+    """On rank 0. A run resumed from a checkpoint in its own folder goes on in it, any other has a new one."""
+    facts = manifest.of(trainer.config, trainer.run, trainer.data_hash)
+    report.open(facts, going_on=resumed is not None and resumed.path.parent.resolve() == report.out.resolve())
+
+
+def _steps(trainer: Trainer, report: metrics.Report, first: int) -> None:
+    """Steps first+1 … of the run, each with what is due after it: a record, an evaluation, a checkpoint."""
+    train, out, began = trainer.config.train, Path(trainer.config.train.out), time.perf_counter()
+    for step in range(first, train.steps):
+        report.step(record := trainer.step(step))
+        if _due(train.evaluate_every, record.step) or record.step == train.steps:
+            report.evaluation(record.step, trainer.evaluate())
+        agree(report.failure, trainer.run)
+        if train.save_every and (_due(train.save_every, record.step) or record.step == train.steps):
+            report.say(f"saved {trainer.save(out, record.step)}")
+    report.say(f"trained for {time.perf_counter() - began:.0f} s, evaluation included")
+
+
+def _due(every: int, step: int) -> bool:
+    return every > 0 and step % every == 0
 
 
 def describe(trainer: Trainer) -> list[str]:

@@ -2,8 +2,8 @@
 
 Every public function of the two files that moves something has its counterpart here, of the same name and parameters,
 which hands the call on: the backend's own algorithm whatever is asked for (`ordered` is ignored, so sums differ by
-rounding from one buffer layout to another), and torch's own Work as the handle. A tensor with gaps or, where pieces are
-meant, one that is not contiguous is refused; gloo would silently work on other elements.
+rounding from one buffer layout to another), and torch's own Work, in all_reduce's handle too. A tensor with gaps or,
+where pieces are meant, one that is not contiguous is refused; gloo would silently work on other elements.
 
     pool.run(4, passthrough.run, job, *args)     the job with these in their place
 """
@@ -28,7 +28,8 @@ _REDUCE_SCATTER: Callable = getattr(dist, "reduce_scatter_single", None) or dist
 
 
 def all_reduce(tensor, op=SUM, *, group, async_op=False, ordered=False):
-    return dist.all_reduce(dense(tensor), op, group=group, async_op=async_op)
+    work = dist.all_reduce(dense(tensor), op, group=group, async_op=async_op)
+    return p2p.Handle([work]) if async_op else None  # whoever starts many of them advances their handles
 
 
 def reduce_scatter_single(output, input, op=SUM, *, group, async_op=False, ordered=False):

@@ -24,7 +24,7 @@ def on_gpu(run: Runtime, job, *args):
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_parity_on_gloo(pool, ranks):
-    cfg = config(ranks, dropout=0.1, microbatches=2)
+    cfg = config(dp=ranks, dropout=0.1, microbatches=2)
     for initial, done in pool.run(ranks, on_gpu, parity.train, cfg, documents(), 4, timeout=120):
         expected = parity.reference(cfg, initial, documents(), 4)
         worst = parity.judge(initial, done, expected)
@@ -62,7 +62,7 @@ def one_rank() -> None:
     with runtime.start() as run:
         assert run.backend == "nccl" and run.device.type == "cuda"
         collectives_on_gpu(run)
-        cfg = config(1, dropout=0.1, microbatches=2)
+        cfg = config(dp=1, dropout=0.1, microbatches=2)
         initial, done = parity.train(run, cfg, documents(), 4)
         worst = parity.judge(initial, done, parity.reference(cfg, initial, documents(), 4))
         assert max(worst.values()) <= 1, worst

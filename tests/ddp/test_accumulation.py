@@ -187,7 +187,7 @@ def without_late_gradients():
     def keep_bucket(handle, param):
         param.grad = handle.bucket_of[param].views[param]
 
-    return mock.patch.object(bucketed.BucketedDDP, "_add_outside", keep_bucket)
+    return mock.patch.object(bucketed.BucketedDDP, "_add", keep_bucket)
 
 
 def test_dropping_late_gradients_shows(pool):

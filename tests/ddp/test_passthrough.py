@@ -5,10 +5,10 @@ import torch
 from torch import nn
 
 from collectives import comm
-from ddp import naive
+from ddp import bucketed, naive, overlapped
 from tests import passthrough
 
-WRAPS = [naive.wrap]
+WRAPS = [naive.wrap, bucketed.wrap, overlapped.wrap]
 SHARES = {1: [5], 2: [4, 1], 3: [2, 0, 3], 4: [1, 2, 0, 4]}  # rows of each rank
 STEPS, ULP = 3, torch.finfo(torch.float64).eps
 

@@ -1,6 +1,7 @@
 """A training in which one rank fails on purpose: `failing_train.py MODE PLACE FOLDER`, under torchrun or alone."""
 
 import os
+import resource
 import signal
 import sys
 from pathlib import Path
@@ -18,6 +19,7 @@ PLACES = {
     "evaluate": (Trainer, "evaluate"),
     "sample": (train, "generate"),
     "report": (metrics.Report, "step"),
+    "save": (Trainer, "save"),
 }
 
 
@@ -33,6 +35,8 @@ def fail(mode: str) -> None:
             sys.exit(0)
         case "stop":
             os.kill(os.getpid(), signal.SIGSTOP)
+        case "full":  # as a disk without room
+            resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
 
 
 def main() -> int:
@@ -53,6 +57,7 @@ def main() -> int:
     config = Path(folder, "run.toml")
     config.write_text("[model]\nlayers = 1\nwidth = 8\nheads = 2\nkv_heads = 1\nhidden = 8\n[data]\ncontext = 16\n")
     settings = {"mesh.dp": world, "data.path": text, "train.out": f"{folder}/out", "train.steps": 3, "train.timeout": 5}
+    settings |= {"train.save_every": 1} if place == "save" else {}
     return command.main(["train", str(config), *(word for k, v in settings.items() for word in (f"--{k}", str(v)))])
 
 

@@ -5,12 +5,17 @@ import pytest
 
 from tests import parity
 
-CASES = parity.cases()
+CASES = parity.cases(together=2)
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_equals_the_reference(pool, case):
-    worst = parity.judged(pool, CASES[case], parity.documents())
+@pytest.fixture(scope="module")
+def judge(pool):
+    return parity.Judge(pool, parity.documents())
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_equals_the_reference(judge, case):
+    worst = judge.judge(case)
     assert max(worst.values()) <= 1, worst
 
 

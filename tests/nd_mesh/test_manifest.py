@@ -1,0 +1,73 @@
+"""manifest.json: what a run was."""
+
+import json
+import subprocess
+from dataclasses import asdict, replace
+
+import numpy as np
+
+from nd_mesh import manifest
+from nd_mesh import train as module
+from nd_mesh.config import validated
+from tests.nd_mesh.test_state import config, stream
+
+
+def write_a_manifest(run, cfg):
+    module.train(cfg, stream(), stream(), run)
+
+
+def test_content(pool, tmp_path):
+    cfg = config(3, out=str(tmp_path / "run"), steps=1)
+    pool.run(3, write_a_manifest, cfg)
+    told = json.loads((tmp_path / "run" / "manifest.json").read_text())
+    assert validated(told["config"]) == cfg
+    assert [told["ranks"][str(rank)]["dp"] for rank in range(3)] == [0, 1, 2]
+    assert (told["world"], told["backend"], told["device"]) == (3, "gloo", "cpu")
+    assert told["data"] == manifest.data_hash(stream(), stream())
+    assert set(told["versions"]) == {"python", "torch", "numpy", "ndparallel"} and all(told["versions"].values())
+    assert told["commit"] and told["started"].endswith("+00:00")
+    assert asdict(cfg).keys() == told["config"].keys()
+
+
+def test_data_hash():
+    """Every token, every document's start, and the cut between the streams count; where the data lies does not."""
+    one = stream()
+    other = replace(one, tokens=one.tokens.copy())
+    known = manifest.data_hash(one, one)
+    assert manifest.data_hash(other, other) == known
+    other.tokens[-1] += 1
+    moved = replace(one, starts=np.append(one.starts[:-1], one.starts[-1] + 1))
+    shorter, longer = replace(one, tokens=one.tokens[:-3]), replace(one, tokens=np.append(one.tokens[-3:], one.tokens))
+    hashes = [
+        known,
+        manifest.data_hash(one, other),
+        manifest.data_hash(moved, one),
+        manifest.data_hash(shorter, longer),
+    ]
+    assert len(set(hashes)) == 4 and all(len(digest) == 64 for digest in hashes)
+
+
+def test_code_commit(tmp_path):
+    """A commit, marked when files differ from it; none outside a repository or inside somebody else's."""
+
+    def git(*command: str) -> str:
+        identity = ("-c", "user.name=a", "-c", "user.email=a@b")
+        return subprocess.run(
+            ["git", *identity, *command], cwd=tmp_path, check=True, capture_output=True, text=True
+        ).stdout
+
+    assert manifest.code_commit(tmp_path) == "unknown"
+    git("init", "-q")
+    assert manifest.code_commit(tmp_path) == "unknown"
+    (tmp_path / "inner").mkdir()
+    (tmp_path / "inner" / "a.py").write_text("x = 1\n")
+    git("add", "."), git("commit", "-q", "-m", "one")
+    head = git("rev-parse", "HEAD").strip()
+    assert manifest.code_commit(tmp_path) == head and manifest.code_commit(tmp_path / "inner") == "unknown"
+    (tmp_path / "inner" / "a.py").write_text("x = 2\n")
+    assert manifest.code_commit(tmp_path) == f"{head}-dirty"
+
+
+def test_without_git(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert manifest.code_commit(tmp_path) == "unknown"
