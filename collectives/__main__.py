@@ -7,17 +7,13 @@ The pictures are of a few numbers a rank, the bytes of messages of 4 MB.
 """
 
 import sys
-import weakref
 from collections.abc import Callable, Iterator
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
-from collectives import comm, demo, layout, p2p, rng
+from collectives import allocated, comm, demo, layout, p2p, rng
 from collectives.demo import Demo
 from collectives.layout import Box, Held, Normal
 from collectives.runtime import Runtime
@@ -126,33 +122,15 @@ def memory(run: Runtime, show: Demo) -> None:
     """Bytes that the direct exchange allocates for a message of n bytes: the pieces that arrive."""
     piece = torch.ones(COUNT // run.size)
     whole = torch.ones(run.size * len(piece))
-    with _Allocated() as scattering:
-        comm.reduce_scatter_single(piece, whole, group=run.world)
-    with _Allocated() as gathering:
-        comm.all_gather_single(whole, piece, group=run.world)
-    show.claim("reduce_scatter memory", "n(P-1)/P", (run.size - 1) * piece.nbytes, scattering.peak)
-    show.claim("all_gather memory", "0", 0, gathering.peak)
-
-
-class _Allocated(TorchDispatchMode):
-    """`peak`: the most bytes that lived at once of what torch's operations allocated while this is on."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.peak = self.now = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        given = {tensor.untyped_storage() for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, Tensor)}
-        result = func(*args, **(kwargs or {}))
-        made = {tensor.untyped_storage() for tensor in tree_leaves(result) if isinstance(tensor, Tensor)} - given
-        for storage in made:
-            self._count(storage.nbytes())
-            weakref.finalize(storage, self._count, -storage.nbytes())
-        return result
-
-    def _count(self, nbytes: int) -> None:
-        self.now += nbytes
-        self.peak = max(self.peak, self.now)
+    scattering, gathering = (
+        allocated.peak_bytes(call, run.device)
+        for call in (
+            lambda: comm.reduce_scatter_single(piece, whole, group=run.world),
+            lambda: comm.all_gather_single(whole, piece, group=run.world),
+        )
+    )
+    show.claim("reduce_scatter memory", "n(P-1)/P", (run.size - 1) * piece.nbytes, scattering)
+    show.claim("all_gather memory", "0", 0, gathering)
 
 
 def order_of_addition(run: Runtime, show: Demo) -> None:

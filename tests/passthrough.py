@@ -2,8 +2,8 @@
 
 Every public function of the two files that moves something has its counterpart here, of the same name and parameters,
 which hands the call on: the backend's own algorithm whatever is asked for (`ordered` is ignored, so sums differ by
-rounding from one buffer layout to another), and torch's own Work, in all_reduce's handle too. A tensor with gaps or,
-where pieces are meant, one that is not contiguous is refused; gloo would silently work on other elements.
+rounding from one buffer layout to another). A handle holds torch's own Work and no more. A tensor with gaps or, where
+pieces are meant, one that is not contiguous is refused; gloo would silently work on other elements.
 
     pool.run(4, passthrough.run, job, *args)     the job with these in their place
 """
@@ -28,29 +28,28 @@ _REDUCE_SCATTER: Callable = getattr(dist, "reduce_scatter_single", None) or dist
 
 
 def all_reduce(tensor, op=SUM, *, group, async_op=False, ordered=False):
-    work = dist.all_reduce(dense(tensor), op, group=group, async_op=async_op)
-    return p2p.Handle([work]) if async_op else None  # whoever starts many of them advances their handles
+    return handle(dist.all_reduce(dense(tensor), op, group=group, async_op=async_op))
 
 
 def reduce_scatter_single(output, input, op=SUM, *, group, async_op=False, ordered=False):
-    return _REDUCE_SCATTER(flat(output), flat(input), op, group=group, async_op=async_op)
+    return handle(_REDUCE_SCATTER(flat(output), flat(input), op, group=group, async_op=async_op))
 
 
 def all_gather_single(output, input, *, group, async_op=False):
-    return _ALL_GATHER(flat(output), flat(input), group=group, async_op=async_op)
+    return handle(_ALL_GATHER(flat(output), flat(input), group=group, async_op=async_op))
 
 
 def all_to_all_single(output, input, output_split_sizes=None, input_split_sizes=None, *, group, async_op=False):
     sizes = [None if sizes is None else list(sizes) for sizes in (output_split_sizes, input_split_sizes)]
-    return dist.all_to_all_single(whole(output), whole(input), *sizes, group=group, async_op=async_op)
+    return handle(dist.all_to_all_single(whole(output), whole(input), *sizes, group=group, async_op=async_op))
 
 
 def broadcast(tensor, group_src, *, group, async_op=False):
-    return dist.broadcast(dense(tensor), group=group, async_op=async_op, group_src=group_src)
+    return handle(dist.broadcast(dense(tensor), group=group, async_op=async_op, group_src=group_src))
 
 
 def reduce(tensor, group_dst, op=SUM, *, group, async_op=False):
-    return dist.reduce(dense(tensor), op=op, group=group, async_op=async_op, group_dst=group_dst)
+    return handle(dist.reduce(dense(tensor), op=op, group=group, async_op=async_op, group_dst=group_dst))
 
 
 def gather(output, input, group_dst, *, group):
@@ -73,18 +72,10 @@ def all_gather_object(value, *, group):
     return values
 
 
-class Works(list):
-    """Those of one batch."""
-
-    def wait(self) -> None:
-        while self:
-            self.pop(0).wait()
-
-
 def exchange(sends, receives, *, group):
     batch = [dist.P2POp(dist.irecv, whole(x), group=group, group_peer=peer) for x, peer in receives if x.numel()]
     batch += [dist.P2POp(dist.isend, whole(x), group=group, group_peer=peer) for x, peer in sends if x.numel()]
-    return Works(dist.batch_isend_irecv(batch) if batch else [])
+    return p2p.Handle(dist.batch_isend_irecv(batch) if batch else [])
 
 
 def isend(tensor, dst, *, group):
@@ -101,6 +92,11 @@ def send(tensor, dst, *, group):
 
 def recv(tensor, src, *, group):
     dist.recv(whole(tensor), group=group, group_src=src)
+
+
+def handle(work: dist.Work | None) -> p2p.Handle | None:
+    """What a strategy may do with the handles of comm and p2p, it may do with this one."""
+    return None if work is None else p2p.Handle([work])
 
 
 def dense(tensor: torch.Tensor) -> torch.Tensor:
