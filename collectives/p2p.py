@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from collectives.watch import watched
+
 Message = tuple[Tensor, int]  # a tensor and the peer, a rank in the group
 
 
@@ -41,6 +43,7 @@ class Handle:
         self._keep = ()
 
 
+@watched
 def exchange(sends: Sequence[Message], receives: Sequence[Message], *, group: dist.ProcessGroup) -> Handle:
     """Post all sends and receives as one batch, in any order of peers, without waiting: no ranks can block each other.
 
