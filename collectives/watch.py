@@ -55,13 +55,12 @@ class _Group:
 @dataclass(frozen=True)
 class _Session:
     watchers: tuple[Watcher, ...]
-    groups: dict[str, _Group]
+    groups: dict[dist.ProcessGroup, _Group]
 
     def fill(self, call: Call) -> None:
         """The group, the number, and the call of which this is a part."""
-        name = call.group.group_name
-        group = self.groups.get(name) or self.groups.setdefault(name, _seen(name, call.group))
-        call.name, call.ranks, call.rank, call.outer = name, group.ranks, group.rank, _HERE.call
+        group = self.groups.get(call.group) or self.groups.setdefault(call.group, _seen(call.group))
+        call.name, call.ranks, call.rank, call.outer = group.name, group.ranks, group.rank, _HERE.call
         if call.outer:
             call.outer.parts.append(call)
             call.number = call.outer.number
@@ -70,8 +69,8 @@ class _Session:
         call.began = time.time()
 
 
-def _seen(name: str, group: dist.ProcessGroup) -> _Group:
-    return _Group(name, tuple(dist.get_process_group_ranks(group)), group.rank())
+def _seen(group: dist.ProcessGroup) -> _Group:
+    return _Group(group.group_name, tuple(dist.get_process_group_ranks(group)), group.rank())
 
 
 class _Process:
