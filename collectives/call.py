@@ -53,6 +53,7 @@ class Call:
     outer: Call | None = None  # the call that this one is part of
     parts: list[Call] = field(default_factory=list)  # the calls of which this one consists, if it is not the backend's
     result: Any = None  # of a call that returns values
+    notes: dict[Any, Any] = field(default_factory=dict)  # what a watcher keeps of this call, under itself
 
     @property
     def size(self) -> int:
@@ -111,7 +112,13 @@ def all_gather_single(output: Tensor, input: Tensor, *, group: Any, **_: Any) ->
 
 
 def all_to_all_single(
-    output: Tensor, input: Tensor, output_split_sizes: Any = None, input_split_sizes: Any = None, *, group: Any, **_: Any
+    output: Tensor,
+    input: Tensor,
+    output_split_sizes: Any = None,
+    input_split_sizes: Any = None,
+    *,
+    group: Any,
+    **_: Any,
 ) -> Call:
     """n: a rank's input; the rows must agree, and how many of them pair by pair."""
     size, rows = group.size(), output.shape[:1] or (0,)

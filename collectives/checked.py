@@ -7,8 +7,8 @@ TORCH_DISTRIBUTED_DEBUG=DETAIL: for finding faults, not for speed.
 
 Collectives are compared before their launch, by (group, number). Point-to-point messages are announced when posted,
 under a count of their own for each pair and direction, and compared by whoever posts second, at the latest when waited
-for: to wait earlier would refuse programs that are right. A part of a call names the call it belongs to, so two ranks that wait on ordered all_reduces in
-another order are told apart.
+for: to wait earlier would refuse programs that are right. A part of a call names the call it belongs to, so two ranks
+that wait on ordered all_reduces in another order are told apart.
 
 Calls of the same operation, shape and dtype look the same; if all ranks have something to give (all_reduce,
 reduce_scatter, all_gather, all_to_all), the line of the program from which they come must be the same, too. Two calls
@@ -48,7 +48,6 @@ class Checked(Watcher):
         self._store = dist.PrefixStore(f"checked {count}", run.store)
         self._world_rank, self._timeout = run.rank, timeout
         self._messages: dict[str, Iterator[int]] = defaultdict(itertools.count)
-        self._posted: dict[int, list[tuple[dict, str, int]]] = {}  # id of a call → its messages, peers' keys, peers
 
     def begins(self, call: Call) -> None:
         """Announce the call; a collective waits for its group's announcements and compares."""
@@ -58,14 +57,14 @@ class Checked(Watcher):
             posted += [self._post(call, part, False) for part in call.receives]
             # Whoever posts second sees the first, and raises before anything is sent: gloo would abort a process whose
             # buffer is too small. Whoever sees nothing yet looks again when it waits.
-            self._posted[id(call)] = [message for message in posted if not self._matched(*message)]
+            call.notes[self] = [message for message in posted if not self._matched(*message)]
         elif call.outer is None:
             self._announce(call)
             self._compare(call)
 
     def waits(self, call: Call) -> None:
         """Hold each message of an exchange against what its peer has announced."""
-        for mine, other, peer in self._posted.pop(id(call), ()):
+        for mine, other, peer in call.notes.get(self, ()):
             if missing := self._absent({peer: other}, call):
                 self._fail(f"{_told(call)}: {self._silent(missing, 'has posted no message to match')}")
             self._matched(mine, other, peer)
@@ -91,12 +90,8 @@ class Checked(Watcher):
             self._store.delete_key(f"{call.name}/{call.number - 1}/{call.rank}")
         if any(theirs["agreed"] != everyone[0]["agreed"] for theirs in everyone):
             self._fail(f"the ranks make different calls: {_by_call(everyone)}")
-        for (i, gives), (j, takes) in itertools.product(enumerate(everyone), enumerate(everyone)):
-            if gives["gives"] and gives["gives"][j] != takes["takes"][i]:
-                self._fail(
-                    f"all_to_all: rank {call.ranks[i]} gives rank {call.ranks[j]} {gives['gives'][j]} rows, "
-                    f"which expects {takes['takes'][i]}: {gives['told']}"
-                )
+        for mistake in _uneven_pairs(everyone):
+            self._fail(mistake)
 
     def _post(self, call: Call, part: Part, sending: bool) -> tuple[dict, str, int]:
         """Announce a message, and say where its peer's announcement will be."""
@@ -146,6 +141,16 @@ def _signature(call: Call, world_rank: int) -> dict[str, Any]:
     if call.op in _SYMMETRIC:
         agreed.append(_line())
     return {"agreed": agreed, "gives": call.gives, "takes": call.takes, "rank": world_rank, "told": _told(call)}
+
+
+def _uneven_pairs(everyone: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """Of an all_to_all, each pair of which one gives what the other does not expect."""
+    for (i, giver), (j, taker) in itertools.product(enumerate(everyone), enumerate(everyone)):
+        if giver["gives"] and giver["gives"][j] != taker["takes"][i]:
+            yield (
+                f"rank {giver['rank']} gives rank {taker['rank']} {giver['gives'][j]} rows, which expects "
+                f"{taker['takes'][i]}: rank {giver['rank']} {giver['told']}; rank {taker['rank']} {taker['told']}"
+            )
 
 
 def _told(call: Call) -> str:

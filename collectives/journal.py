@@ -56,26 +56,24 @@ class Journal(Watcher):
     def __init__(self, folder: Path, rank: int, capacity: int = CAPACITY):
         folder.mkdir(parents=True, exist_ok=True)
         size = _HEADER.size + capacity * _SIZE
-        # A new file, not the old one emptied: whoever has that mapped keeps it.
         path = folder / f"rank-{rank}.journal"
-        path.unlink(missing_ok=True)
-        with path.open("x+b") as file:
+        with path.with_suffix(".new").open("w+b") as file:
             # All of its space now: a store to a mapped page for which the disk has no room is a SIGBUS.
             os.posix_fallocate(file.fileno(), 0, size)
             self._map = mmap.mmap(file.fileno(), size)
         _HEADER.pack_into(self._map, 0, _MAGIC, capacity, rank, os.getpid())
+        path.with_suffix(".new").replace(path)  # so a reader finds a whole header, and an old journal until then
         self._capacity, self._sequences = capacity, itertools.count(1)
         self._groups: dict[str, tuple[bytes, bytes]] = {}
-        self._in_flight: dict[int, int] = {}  # id of a call → its sequence number
 
     def begins(self, call: Call) -> None:
         """Write the record, its sequence number last."""
-        sequence = self._in_flight[id(call)] = next(self._sequences)
-        outer = self._in_flight.get(id(call.outer), 0)
+        sequence = call.notes[self] = next(self._sequences)
+        outer = call.outer.notes.get(self, 0) if call.outer else 0
         op, dtype = call.op.encode(), str(call.dtype)[6:].encode() if call.dtype else b""
         names = self._groups.get(call.name) or self._groups.setdefault(call.name, _names(call))
         at = self._at(sequence)
-        # IDEA: the number goes first and comes last, so whatever moment the process is killed at, no record is half new.
+        # IDEA: the number goes first and comes last, so a process killed at any moment leaves no record half new.
         _SEQUENCE.pack_into(self._map, at, 0)
         _ENDED.pack_into(self._map, at + 8, 0.0)
         _BODY.pack_into(
@@ -85,7 +83,7 @@ class Journal(Watcher):
 
     def ends(self, call: Call) -> None:
         """Write the time, unless the ring has come round and the place is another record's."""
-        sequence = self._in_flight.pop(id(call))
+        sequence = call.notes[self]
         at = self._at(sequence)
         if _SEQUENCE.unpack_from(self._map, at)[0] == sequence:
             _ENDED.pack_into(self._map, at + 8, time.time())
@@ -117,20 +115,21 @@ def read(folder: Path) -> dict[int, list[Record]]:
 
 
 def _read_rank(path: Path) -> tuple[int, list[Record]]:
-    data = path.read_bytes()
+    data, again = path.read_bytes(), path.read_bytes()
     if data[: len(_MAGIC)] != _MAGIC:
         raise ValueError(f"{path} is no journal of this version")
     _, capacity, rank, _ = _HEADER.unpack_from(data)
-    return rank, sorted(_records(data, capacity), key=lambda record: record.sequence)
+    return rank, sorted(_records(data, again, capacity), key=lambda record: record.sequence)
 
 
-def _records(data: bytes, capacity: int) -> Iterator[Record]:
+def _records(data: bytes, again: bytes, capacity: int) -> Iterator[Record]:
     for at in range(_HEADER.size, _HEADER.size + capacity * _SIZE, _SIZE):
         [sequence] = _SEQUENCE.unpack_from(data, at)
-        if sequence:
-            numbers, texts = (fields := _BODY.unpack_from(data, at + 16))[:5], fields[5:]
-            decoded = [text.rstrip(b"\0").decode(errors="replace") for text in texts]
-            yield Record(sequence, *_ENDED.unpack_from(data, at + 8), *numbers, *decoded)
+        # A number that is still there was there while the body was read; one that is not was just being replaced.
+        if sequence and _SEQUENCE.unpack_from(again, at)[0] == sequence:
+            fields = _BODY.unpack_from(data, at + 16)
+            texts = [text.rstrip(b"\0").decode(errors="replace") for text in fields[5:]]
+            yield Record(sequence, *_ENDED.unpack_from(data, at + 8), *fields[:5], *texts)
 
 
 if __name__ == "__main__":

@@ -69,19 +69,20 @@ def algorithm_bytes(call: Call) -> float:
     n, size = call.nbytes, call.size
     match call.op:
         case "all_reduce":
-            return 2 * n * (size - 1) / size
+            sent = 2 * n * (size - 1) / size
+        case "reduce_scatter_single" | "all_gather_single" | "broadcast" | "reduce":
+            sent = n * (size - 1) / size
         case "all_to_all_single":
-            return n - (n * call.gives[call.rank] / sum(call.gives) if n else 0)
+            sent = n - (n * call.gives[call.rank] / sum(call.gives) if n else 0)
         case "gather":
-            return n if call.rank != call.root else 0
+            sent = n if call.rank != call.root else 0
         case "scatter":
-            return n * (size - 1) if call.rank == call.root else 0
+            sent = n * (size - 1) if call.rank == call.root else 0
         case "all_gather_object":
-            return (size - 1) * (8 + max(len(pickle.dumps(value)) for value in call.result))
+            sent = (size - 1) * (8 + max(len(pickle.dumps(value)) for value in call.result))
         case "send" | "recv" | "exchange" | "barrier":
-            return n
-        case _:  # reduce_scatter, all_gather, broadcast, reduce
-            return n * (size - 1) / size
+            sent = n
+    return sent
 
 
 def wire_bytes(call: Call) -> float:

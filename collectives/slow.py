@@ -20,7 +20,6 @@ class Slow(Watcher):
     def __init__(self, latency: float, seconds_per_byte: float):
         self.latency, self.seconds_per_byte = latency, seconds_per_byte
         self._free = 0.0  # when the link is, on the clock of time.monotonic
-        self._due: dict[int, float] = {}  # id of a call in flight → its earliest end
         self._lock = threading.Lock()
 
     def launched(self, call: Call) -> None:
@@ -30,12 +29,11 @@ class Slow(Watcher):
         with self._lock:
             began = time.monotonic() - (time.time() - call.began)
             self._free = max(self._free, began) + self.latency + _bytes(call) * self.seconds_per_byte
-            self._due[id(call)] = self._free
+            call.notes[self] = self._free
 
     def ends(self, call: Call) -> None:
         """Sleep until the call may end."""
-        if (due := self._due.pop(id(call), None)) is not None:
-            time.sleep(max(0.0, due - time.monotonic()))
+        time.sleep(max(0.0, call.notes.get(self, 0.0) - time.monotonic()))
 
 
 def _bytes(call: Call) -> float:

@@ -130,7 +130,7 @@ def _watch(operation: Callable, call: Call, session: _Session, args: Sequence[An
     return result
 
 
-class _inside:  # noqa: N801, reads as a verb; a class because a generator costs three times as much
+class _inside:  # a class, because a generator costs three times as much
     def __init__(self, call: Call):
         self.call = call
 
