@@ -13,8 +13,12 @@ from pathlib import Path
 import torch
 
 from collectives import comm
+from collectives.checked import Checked
+from collectives.journal import Journal
+from collectives.ledger import Ledger
 from collectives.norm import clip, grad_norm
 from collectives.runtime import Runtime
+from collectives.watch import Watcher, watching
 from nd_mesh import data, metrics
 from nd_mesh.config import Config, TrainConfig
 from nd_mesh.mesh import AXES, Mesh
@@ -138,9 +142,25 @@ class Trainer:
 
 def train(config: Config, training: data.Stream, validation: data.Stream, run: Runtime) -> None:
     """The whole run: build, step, evaluate, write a sample. Collective over the world; rank 0 reports."""
-    out = Path(config.train.out)
+    report = metrics.Report(Path(config.train.out), config.train.steps, shown=run.rank == 0)
+    comm.barrier(group=run.world)  # rank 0 has put an earlier run's folder aside: what follows writes into the new one
+    ledger = Ledger()
+    with watching(*_watchers(config, run), *([ledger] if config.watch.ledger else [])):
+        _train(config, training, validation, run, report)
+    if config.watch.ledger:
+        report.say(ledger.table())
+    report.close()
+
+
+def _watchers(config: Config, run: Runtime) -> list[Watcher]:
+    journal = [Journal(Path(config.train.out) / "journal", run.rank)] if config.watch.journal else []
+    return [*journal, Checked(run, min(30.0, config.train.timeout))] if config.watch.checked else [*journal]
+
+
+def _train(
+    config: Config, training: data.Stream, validation: data.Stream, run: Runtime, report: metrics.Report
+) -> None:
     trainer = Trainer(config, training, validation, run)
-    report = metrics.Report(out, config.train.steps, shown=run.rank == 0)
     for line in (*describe(trainer), metrics.COLUMNS):
         report.say(line)
     began = time.perf_counter()
@@ -158,7 +178,6 @@ def train(config: Config, training: data.Stream, validation: data.Stream, run: R
         prompt, settings = list(config.train.prompt.encode()), {"context": config.data.context, "vocab": 256}
         tokens = generate(trainer.model, prompt, config.train.sample, seed=config.train.seed, **settings)
         report.sample(bytes(tokens).decode(errors="replace"))
-    report.close()
 
 
 def describe(trainer: Trainer) -> list[str]:
