@@ -5,15 +5,19 @@
 
 All cases of a table take turns, in an order that rotates from round to round, with a barrier before each; of a round
 the slowest rank counts. Shown are medians over the rounds, and of the ratio ours / theirs of each round the median and
-the quartiles. Bytes are what rank 0 wrote to its sockets in one call. Randomness runs on one thread.
+the quartiles. Bytes are what rank 0 wrote to its sockets in one call. Randomness runs on one thread. Watchers are timed
+around an operation that does nothing.
 """
 
 import argparse
+import contextlib
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -22,8 +26,11 @@ from torch.nn import functional
 
 from collectives import comm, demo, rng, runtime
 from collectives.algorithms import direct
+from collectives.journal import Journal
 from collectives.layout import Box, Held, Normal
+from collectives.ledger import Ledger
 from collectives.runtime import Runtime
+from collectives.watch import watched, watching
 
 SIZES = {"64 KiB": 1 << 16, "1 MiB": 1 << 20, "16 MiB": 1 << 24}  # of the whole message
 NUMBERS = 1 << 20
@@ -115,6 +122,26 @@ def exchanges(run: Runtime, rounds: int) -> list[Row]:
     return measure(run, cases, rounds)
 
 
+def watchers(run: Runtime, rounds: int) -> dict[str, float]:
+    """Microseconds of a call that does nothing, bare and watched: medians over the rounds."""
+
+    def all_reduce(tensor: Tensor, *, group: dist.ProcessGroup) -> None:
+        """What is watched."""
+
+    x, seen, seconds = torch.zeros(1), watched(all_reduce), {}
+    with tempfile.TemporaryDirectory() as folder:
+        cases = {"nobody watching": (), "a ledger": (Ledger(),), "a journal": (Journal(Path(folder), run.rank),)}
+        for _ in range(rounds):
+            for name, who in {"not watched": None, **cases}.items():
+                call = all_reduce if who is None else seen
+                with watching(*who) if who else contextlib.nullcontext():
+                    begin = time.perf_counter()
+                    for _ in range(1000):
+                        call(x, group=run.world)
+                    seconds.setdefault(name, []).append(time.perf_counter() - begin)
+    return {name: statistics.median(taken) * 1e3 for name, taken in seconds.items()}
+
+
 def measure(run: Runtime, cases: Sequence[Case], rounds: int) -> list[Row]:
     """Every case `rounds` times, ours and theirs in turn; the same rows on every rank. Collective."""
     turns = [(case, call) for case in cases for call in (case.ours, case.theirs)]
@@ -159,6 +186,12 @@ def main() -> int:
             table = randomness(run, options.rounds) if run.size == 1 else exchanges(run, options.rounds)
             if run.rank == 0:
                 print(f"\n{_heading(run.size)}\n" + "\n".join(_line(row, run.size) for row in table), flush=True)
+            if run.size == 1:
+                print(
+                    "\na call",
+                    *(f"{name:20}{us:6.2f} µs" for name, us in watchers(run, options.rounds).items()),
+                    sep="\n",
+                )
 
     return max(runtime.launch(rank_main, ranks) for ranks in options.ranks)
 

@@ -56,6 +56,15 @@ def _group_lines(journals: Journals, group: str, ranks: str, now: float) -> Iter
         yield f"{name}: rank {rank} is behind, {_who(ahead)} in call {newest.number}; its last: {before}"
     if waiting:
         yield f"{name}: {_who(waiting)} in {_told(calls[waiting[0]][newest.number], now)}"
+        yield from _inside_lines(journals, {rank: calls[rank][newest.number].sequence for rank in waiting})
+
+
+def _inside_lines(journals: Journals, in_call: Mapping[int, int]) -> Iterator[str]:
+    """Who is behind in a call that consists of several; in_call: rank → the sequence number of its record."""
+    parts = {rank: sum(r.outer == sequence for r in journals[rank]) for rank, sequence in in_call.items()}
+    for rank, count in parts.items():
+        if count < (most := max(parts.values())):
+            yield f"  in it rank {rank} is behind: in part {count} of it, where others are in part {most}"
 
 
 def _first_difference(calls: Mapping[int, Mapping[int, Record]]) -> tuple[int, dict[str, list[int]]] | None:

@@ -157,6 +157,18 @@ def test_who_is_behind():
     ]
 
 
+def test_who_is_behind_within_a_call():
+    whole = history(A, C, in_flight=True)
+
+    def parts(count):
+        last = range(3, 3 + count)
+        return [*whole, *(dataclasses.replace(whole[0], sequence=n, op="exchange", outer=2) for n in last)]
+
+    found = verdict.verdict({0: parts(2), 1: parts(1), 2: parts(2)}, 60.0)
+    assert found[1:] == ["  in it rank 1 is behind: in part 1 of it, where others are in part 2"]
+    assert len(verdict.verdict({rank: parts(1) for rank in range(3)}, 60.0)) == 1
+
+
 def test_a_rank_without_any_call_is_behind():
     found = verdict.verdict({0: history(A, in_flight=True), 1: [], 2: history(A, in_flight=True)}, 60.0)
     assert "rank 1 is behind, ranks 0, 2 are in call 1; its last: it has made none" in found[0]
