@@ -1,5 +1,6 @@
 """Checked mode: what would hang or mix contents is an error on every rank that is in the call, naming both sides."""
 
+import functools
 import time
 import uuid
 
@@ -13,6 +14,7 @@ from collectives.watch import watching
 from tests.collectives.test_ledger import OPERATIONS
 
 PATIENCE = 1.0
+POSTED = []  # a receive that is forgotten is cancelled, and the peer's send, which fits it, would wait for ever
 
 
 def told(run, job, *args, patience=PATIENCE):
@@ -197,6 +199,21 @@ def test_ranks_that_wait_in_different_groups_are_told_where_the_other_is(pool):
         assert seconds < 5 * PATIENCE
 
 
+def fault_elsewhere(run):
+    pair, everyone = fresh(run, [0, 1]), fresh(run)
+    if run.rank < 2:
+        comm.all_reduce(torch.ones(3 + run.rank), group=pair)
+    comm.barrier(group=everyone)
+
+
+def test_whoever_waits_for_ranks_that_failed_is_told_at_once(pool):
+    error, seconds = pool.run(3, functools.partial(told, patience=20.0), fault_elsewhere)[2]
+    assert error.startswith("rank 2 in barrier")
+    assert "rank 0 all_reduce [3] float32" in error
+    assert "rank 1 all_reduce [4] float32" in error
+    assert seconds < 10
+
+
 def waits_crossed(run):
     group = fresh(run)
     works = [comm.all_reduce(torch.ones(9), group=group, async_op=True, ordered=True) for _ in range(2)]
@@ -243,9 +260,10 @@ def second_message(run):
     """The first fits, two are in flight, and of the second pair the shapes are exchanged."""
     group, sizes = fresh(run), ([3, 4, 5], [3, 5, 4])[run.rank % 2]
     post = (p2p.isend, p2p.irecv)[run.rank % 2]
-    works = [post(torch.ones(n), 1 - run.rank, group=group) for n in sizes if run.rank < 2]
-    for work in works:
-        work.wait()
+    for n in sizes if run.rank < 2 else ():
+        POSTED.append(post(torch.ones(n), 1 - run.rank, group=group))
+    while POSTED:
+        POSTED.pop(0).wait()
 
 
 MESSAGES = {
