@@ -123,7 +123,7 @@ def exchanges(run: Runtime, rounds: int) -> list[Row]:
 
 
 def watchers(run: Runtime, rounds: int) -> dict[str, float]:
-    """Microseconds of a call that does nothing, bare and watched: medians over the rounds."""
+    """Microseconds of the processor for a call that does nothing, bare and watched: medians over the rounds."""
 
     def all_reduce(tensor: Tensor, *, group: dist.ProcessGroup) -> None:
         """What is watched."""
@@ -135,10 +135,10 @@ def watchers(run: Runtime, rounds: int) -> dict[str, float]:
             for name, who in {"not watched": None, **cases}.items():
                 call = all_reduce if who is None else seen
                 with watching(*who) if who else contextlib.nullcontext():
-                    begin = time.perf_counter()
+                    begin = time.thread_time()
                     for _ in range(1000):
                         call(x, group=run.world)
-                    seconds.setdefault(name, []).append(time.perf_counter() - begin)
+                    seconds.setdefault(name, []).append(time.thread_time() - begin)
     return {name: statistics.median(taken) * 1e3 for name, taken in seconds.items()}
 
 
