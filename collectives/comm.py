@@ -14,7 +14,8 @@ ranks counted in the group, and the choice of the algorithm, which is a rule and
 
 A synchronous call returns None; async_op=True returns a handle with `wait()`, which keeps the buffers alive. Any
 all-reduce leaves the same bits on all ranks. Bytes that a rank sends, for n bytes on P ranks: all_reduce 2n(P-1)/P,
-reduce_scatter and all_gather n(P-1)/P of the whole, all_to_all n(P-1)/P, broadcast n down a tree.
+reduce_scatter and all_gather n(P-1)/P of the whole, all_to_all n(P-1)/P, broadcast n down a tree. Every operation is
+seen by whoever watches (watch.py).
 """
 
 from collections.abc import Callable, Sequence

@@ -6,6 +6,8 @@ handles are torch.distributed's own; peers are ranks *in the group*. Cost: one m
 Right under the stricter backend: on NCCL, sends and receives between two ranks on one group run in the order in which
 they were posted, each blocking those behind it, unless they were posted together in one batch. So whatever moves both
 ways at once is one `exchange`.
+
+`exchange`, and with it all else here, is seen by whoever watches (watch.py).
 """
 
 from collections.abc import Callable, Sequence

@@ -1,6 +1,6 @@
 """Who watches this process's communication: one decorator, put on every operation of comm.py and on p2p.exchange.
 
-    with watching(Journal(folder, run), ledger := Ledger(), Checked(run)):
+    with watching(Journal(folder, run.rank), ledger := Ledger(), Checked(run)):
         ...
 
 A watcher is told when a call begins, when it is launched, when this rank waits for it, and when it has ended: for an

@@ -154,7 +154,8 @@ def train(config: Config, training: data.Stream, validation: data.Stream, run: R
 
 def _watchers(config: Config, run: Runtime) -> list[Watcher]:
     journal = [Journal(Path(config.train.out) / "journal", run.rank)] if config.watch.journal else []
-    return [*journal, Checked(run, min(30.0, config.train.timeout))] if config.watch.checked else [*journal]
+    checked = [Checked(run, min(30.0, config.train.timeout))] if config.watch.checked else []
+    return [*journal, *checked]  # the journal first, so that it shows who waits in a check
 
 
 def _train(
