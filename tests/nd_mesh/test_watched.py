@@ -1,6 +1,7 @@
 """A run that is watched: the journal by default, the ledger and checked mode on request, and the same numbers."""
 
 from dataclasses import replace
+from unittest import mock
 
 import torch
 
@@ -11,18 +12,23 @@ from tests.nd_mesh.test_train import config, report_a_run
 from tests.pool import RankFailed
 
 
-def test_a_watched_run_is_the_same_run(pool, tmp_path, capfd):
+def what_a_run_says(run, cfg):
+    with mock.patch.object(metrics.Report, "say") as say:
+        report_a_run(run, cfg)
+    return "\n".join(call.args[0] for call in say.call_args_list)
+
+
+def test_a_watched_run_is_the_same_run(pool, tmp_path):
     plain = replace(config(2, out=str(tmp_path / "plain")), watch=WatchConfig(journal=False))
     seen = replace(config(2, out=str(tmp_path / "seen")), watch=WatchConfig(checked=True, ledger=True))
-    for cfg in (plain, seen):
-        pool.run(2, report_a_run, cfg)
+    _, said = (pool.run(2, what_a_run_says, cfg)[0] for cfg in (plain, seen))
     losses = [[r["loss"] for r in metrics.read(tmp_path / run) if "loss" in r] for run in ("plain", "seen")]
     assert losses[0] == losses[1]
     assert not (tmp_path / "plain" / "journal").exists()
     journals = journal.read(tmp_path / "seen" / "journal")
     assert list(journals) == [0, 1]
     assert verdict.verdict(journals, 0.0) == ["nothing is in flight, and every group's ranks have made the same calls"]
-    [row] = [line.split() for line in capfd.readouterr().out.splitlines() if line.startswith("all_reduce ")]
+    [row] = [line.split() for line in said.splitlines() if line.startswith("all_reduce ")]
     assert row[1] == "0,1"
     assert int(row[3].replace(",", "")) == int(row[4].replace(",", "")) > 0
 
