@@ -13,7 +13,7 @@ from collectives.checked import Checked
 from collectives.watch import watching
 from tests.collectives.test_ledger import OPERATIONS
 
-PATIENCE = 1.0
+PATIENCE = 0.7
 POSTED = []  # a receive that is forgotten is cancelled, and the peer's send, which fits it, would wait for ever
 
 
@@ -161,7 +161,7 @@ def test_calls_that_differ_are_named_on_every_rank(pool, ranks, fault):
         for side in COLLECTIVES[fault]:
             assert side in error
         assert "test_checked.py:" in error, "the line of the program"
-        assert seconds < 5 * PATIENCE
+        assert seconds < 10 * PATIENCE
 
 
 def one_never_comes(run):
@@ -177,10 +177,10 @@ def test_a_rank_that_never_comes_is_named_with_its_last_call(pool, ranks):
     assert found[1][0] is None
     for rank, (error, seconds) in enumerate(found):
         if rank != 1:
-            assert "ranks [1] wrote nothing within 1 s" in error
+            assert "ranks [1] wrote nothing within 0.7 s" in error
             assert "barrier, call 2" in error
             assert "last call seen of rank 1: all_reduce [4] float32, call 1" in error
-            assert PATIENCE < seconds < 5 * PATIENCE
+            assert PATIENCE < seconds < 10 * PATIENCE
 
 
 def another_group(run):
@@ -196,7 +196,7 @@ def test_ranks_that_wait_in_different_groups_are_told_where_the_other_is(pool):
         assert "all_reduce [4] float32, call 1" in error
         assert "ranks 0,1" in error
         assert "ranks 0…2" in error
-        assert seconds < 5 * PATIENCE
+        assert seconds < 10 * PATIENCE
 
 
 def fault_elsewhere(run):
@@ -294,7 +294,7 @@ def test_a_message_without_its_other_side_is_named(pool, sending):
     [error, _], [nothing, _] = pool.run(2, told, alone, sending)
     assert nothing is None
     assert f"{'send' if sending else 'recv'} [4] float32" in error
-    assert "ranks [1] has posted no message to match within 1 s" in error
+    assert "ranks [1] has posted no message to match within 0.7 s" in error
 
 
 def both_send_first(run):
@@ -307,7 +307,7 @@ def test_two_neighbours_that_send_first_are_told(pool):
     for rank, (error, seconds) in enumerate(pool.run(2, told, both_send_first)):
         assert error.startswith(f"rank {rank}")
         assert "send [1] float32" in error
-        assert seconds < 5 * PATIENCE
+        assert seconds < 10 * PATIENCE
 
 
 def some_only(run):
