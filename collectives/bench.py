@@ -4,11 +4,15 @@
     python -m collectives.bench --ranks 2        the exchange on 2 ranks only
     python -m collectives.bench --repeat 5       five whole runs, and the median of their ratios
 
-On one rank the numbers, 2^20 of each kind on one thread; on more the exchange, by size of the whole message, float32.
+On one rank the numbers, 2^20 of each kind on one thread, and the watchers around an operation that does nothing; on
+more the exchange, by size of the whole message, float32.
 """
 
+import contextlib
 import sys
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -17,9 +21,12 @@ from torch.nn import functional
 
 from collectives import comparison, rng
 from collectives.algorithms import direct
+from collectives.journal import Journal
 from collectives.layout import Box, Held, Normal
+from collectives.ledger import Ledger
 from collectives.runtime import Runtime
 from collectives.turns import Call, Case
+from collectives.watch import Watcher, watched, watching
 
 SIZES = (1 << 16, 1 << 20, 1 << 24)  # bytes of the whole message
 NUMBERS = 1 << 20
@@ -36,7 +43,7 @@ def cases(run: Runtime) -> list[Case]:
     if run.size > 1:
         return [exchange(run, nbytes) for nbytes in SIZES for exchange in EXCHANGES]
     torch.set_num_threads(1)
-    return [draw(NUMBERS) for draw in RANDOMNESS]
+    return [*(draw(NUMBERS) for draw in RANDOMNESS), watchers(run)]
 
 
 # -- the exchange, n bytes in all --------------------------------------------------------------------------------------
@@ -145,6 +152,38 @@ def permutation(n: int) -> Case:
 
 
 RANDOMNESS = (uniform, normal, weight, mask, dropout, permutation)
+
+
+# -- the watchers ------------------------------------------------------------------------------------------------------
+
+
+def watchers(run: Runtime) -> Case:
+    """What it costs to watch a call: the time is that of 1000 of them, which do nothing themselves."""
+
+    def all_reduce(tensor: Tensor, *, group: dist.ProcessGroup) -> None:
+        """What is watched."""
+
+    x, seen = torch.zeros(1), watched(all_reduce)
+    with tempfile.TemporaryDirectory() as folder:  # a journal is mapped, so it outlives its file
+        journal = Journal(Path(folder), run.rank)
+
+    def calls(call: Call, *who: Watcher) -> Call:
+        def thousand() -> None:
+            with watching(*who) if who else contextlib.nullcontext():
+                for _ in range(1000):
+                    call(x, group=run.world)
+
+        return thousand
+
+    return Case(
+        "1000 calls",
+        {
+            "watched by a journal": calls(seen, journal),
+            "watched by a ledger": calls(seen, Ledger()),
+            "nobody watching": calls(seen),
+            "not decorated": calls(all_reduce),
+        },
+    )
 
 
 def _in_pieces(draw: Callable[[int, Tensor], Tensor], n: int) -> Call:

@@ -14,7 +14,8 @@ ranks counted in the group, and the choice of the algorithm, which is a rule and
 
 A synchronous call returns None; async_op=True returns a handle with `wait()`, which keeps the buffers alive. Any
 all-reduce leaves the same bits on all ranks. Bytes that a rank sends, for n bytes on P ranks: all_reduce 2n(P-1)/P,
-reduce_scatter and all_gather n(P-1)/P of the whole, all_to_all n(P-1)/P, broadcast n down a tree.
+reduce_scatter and all_gather n(P-1)/P of the whole, all_to_all n(P-1)/P, broadcast n down a tree. Every operation is
+seen by whoever watches (watch.py).
 """
 
 from collections.abc import Callable, Sequence
@@ -26,6 +27,7 @@ from torch import Tensor
 
 from collectives.algorithms import direct
 from collectives.p2p import Handle, dense_like
+from collectives.watch import watched
 
 SUM, AVG, MIN, MAX, PRODUCT = (
     dist.ReduceOp.SUM,
@@ -37,6 +39,7 @@ SUM, AVG, MIN, MAX, PRODUCT = (
 _LARGE = 1 << 20  # bytes of a whole gathered tensor from which our all-gather is faster than gloo's
 
 
+@watched
 def all_reduce(
     tensor: Tensor, op: Any = SUM, *, group: dist.ProcessGroup, async_op: bool = False, ordered: bool = False
 ) -> Handle | None:
@@ -51,6 +54,7 @@ def all_reduce(
     return _in_place(tensor, lambda dense: dist.all_reduce(dense, op, group=group, async_op=True), async_op)
 
 
+@watched
 def reduce_scatter_single(
     output: Tensor,
     input: Tensor,
@@ -69,6 +73,7 @@ def reduce_scatter_single(
     return _into(output, input, lambda out, dense: call(out, dense, op, group=group), async_op)
 
 
+@watched
 def all_gather_single(
     output: Tensor, input: Tensor, *, group: dist.ProcessGroup, async_op: bool = False
 ) -> Handle | None:
@@ -80,6 +85,7 @@ def all_gather_single(
     return _into(output, input, lambda out, dense: call(out, dense, group=group), async_op)
 
 
+@watched
 def all_to_all_single(
     output: Tensor,
     input: Tensor,
@@ -101,6 +107,7 @@ def all_to_all_single(
     )
 
 
+@watched
 def broadcast(tensor: Tensor, group_src: int, *, group: dist.ProcessGroup, async_op: bool = False) -> Handle | None:
     """After: every rank holds what rank `group_src` of the group held, in place."""
     return _in_place(
@@ -108,6 +115,7 @@ def broadcast(tensor: Tensor, group_src: int, *, group: dist.ProcessGroup, async
     )
 
 
+@watched
 def reduce(
     tensor: Tensor, group_dst: int, op: Any = SUM, *, group: dist.ProcessGroup, async_op: bool = False
 ) -> Handle | None:
@@ -120,6 +128,7 @@ def reduce(
     )
 
 
+@watched
 def gather(output: Tensor | None, input: Tensor, group_dst: int, *, group: dist.ProcessGroup) -> None:
     """After: rank `group_dst` of the group holds all pieces along dim 0 of `output`; the others pass None."""
     piece = input.detach().contiguous().view(-1)
@@ -130,6 +139,7 @@ def gather(output: Tensor | None, input: Tensor, group_dst: int, *, group: dist.
         output.detach().copy_(whole)
 
 
+@watched
 def scatter(output: Tensor, input: Tensor | None, group_src: int, *, group: dist.ProcessGroup) -> None:
     """After: rank r holds piece r along dim 0 of what rank `group_src` of the group passed as `input`; the others pass
     None.
@@ -141,11 +151,13 @@ def scatter(output: Tensor, input: Tensor | None, group_src: int, *, group: dist
         output.detach().copy_(dense)
 
 
+@watched
 def barrier(*, group: dist.ProcessGroup) -> None:
     """Returns on no rank before all have called it."""
     dist.barrier(group=group)
 
 
+@watched
 def all_gather_object(value: Any, *, group: dist.ProcessGroup) -> list[Any]:
     """Every rank's picklable value, in rank order, on every rank. For agreement and build-time checks: slow, never on
     the hot path.

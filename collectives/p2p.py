@@ -6,6 +6,8 @@ handles are torch.distributed's own; peers are ranks *in the group*. Cost: one m
 Right under the stricter backend: on NCCL, sends and receives between two ranks on one group run in the order in which
 they were posted, each blocking those behind it, unless they were posted together in one batch. So whatever moves both
 ways at once is one `exchange`.
+
+`exchange`, and with it all else here, is seen by whoever watches (watch.py).
 """
 
 from collections.abc import Callable, Sequence
@@ -14,6 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from collectives.watch import watched
 
 Message = tuple[Tensor, int]  # a tensor and the peer, a rank in the group
 
@@ -37,7 +41,7 @@ class Handle:
             work.wait()
         with torch.no_grad():
             following = then() if then is not None else None
-        if isinstance(following, Handle):
+        if hasattr(following, "wait"):
             self._works = (following,)
         else:
             self._keep = ()
@@ -48,6 +52,7 @@ class Handle:
             self.advance()
 
 
+@watched
 def exchange(sends: Sequence[Message], receives: Sequence[Message], *, group: dist.ProcessGroup) -> Handle:
     """Post all sends and receives as one batch, in any order of peers, without waiting: no ranks can block each other.
 

@@ -72,6 +72,7 @@ class Runtime:
     backend: str
     timeout: timedelta
     world: dist.ProcessGroup
+    store: dist.Store  # in which the ranks found each other; keys of one's own want a PrefixStore
     groups: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup] = field(default_factory=dict)
 
     def new_group(self, ranks: Sequence[int], label: str = "") -> dist.ProcessGroup | None:
@@ -107,11 +108,12 @@ def start(*, timeout: float = 600.0, device: str | None = None, backend: str | N
         torch.cuda.set_device(where)
     patience = timedelta(seconds=timeout)
     eager = {"device_id": where} if backend == "nccl" else {}
-    joining = {"store": _store(here, patience), "rank": here.rank, "world_size": here.size}
+    store = _store(here, patience)
+    joining = {"store": store, "rank": here.rank, "world_size": here.size}
     dist.init_process_group(backend, timeout=patience, **joining, **eager)
     assert dist.group.WORLD is not None
     try:
-        yield Runtime(here.rank, here.size, where, backend, patience, dist.group.WORLD)
+        yield Runtime(here.rank, here.size, where, backend, patience, dist.group.WORLD, store)
         dist.barrier()
     except BaseException as failure:
         if here.size > 1:

@@ -24,7 +24,9 @@ def parser() -> Parser:
     whole = Parser(prog="nd_mesh", description=__doc__, allow_abbrev=False)
     commands = whole.add_subparsers(dest="command", required=True)
     training = commands.add_parser("train", help="train a GPT", allow_abbrev=False)
-    training.add_argument("config", type=Path, help="a TOML file with the tables mesh, model, data, train, parallel")
+    training.add_argument(
+        "config", type=Path, help="a TOML file with the tables mesh, model, data, train, parallel, watch"
+    )
     default = config.Config()
     for name in config.names():
         table, key = name.split(".")

@@ -101,6 +101,15 @@ class ParallelConfig(_Strict):
 
 
 @dataclass(frozen=True)
+class WatchConfig(_Strict):
+    """Who watches what the ranks say to each other (collectives/watch.py)."""
+
+    journal: bool = True  # the last calls of each rank, in train.out/journal; read it when a run hangs
+    checked: bool = False  # compare every call with the peers' before it starts: slow, for finding faults
+    ledger: bool = False  # rank 0 shows its bytes by operation and group at the end
+
+
+@dataclass(frozen=True)
 class Config(_Strict):
     """A whole run, but for the number of ranks."""
 
@@ -109,6 +118,7 @@ class Config(_Strict):
     data: DataConfig = field(default_factory=DataConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    watch: WatchConfig = field(default_factory=WatchConfig)
 
 
 def names() -> dict[str, type]:

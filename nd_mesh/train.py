@@ -7,6 +7,7 @@ lie on each other.
 
 import contextlib
 import math
+import shutil
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -15,8 +16,12 @@ from typing import Any
 import torch
 
 from collectives import comm
+from collectives.checked import Checked
+from collectives.journal import Journal
+from collectives.ledger import Ledger
 from collectives.norm import clip, grad_norm
 from collectives.runtime import Runtime
+from collectives.watch import Watcher, watching
 from nd_mesh import data, manifest, metrics, saved, state
 from nd_mesh.agreement import Stopped, agree, attempt
 from nd_mesh.config import Config, TrainConfig
@@ -168,7 +173,11 @@ def train(config: Config, training: data.Stream, validation: data.Stream, run: R
     attempt(lambda: _open(report, trainer, resumed) if run.rank == 0 else None, run)
     for line in (*describe(trainer), *([f"resumed from {resumed.path}"] if resumed else []), metrics.COLUMNS):
         report.say(line)
-    _steps(trainer, report, first)
+    ledger = Ledger()
+    with watching(*_watchers(config, run), *([ledger] if config.watch.ledger else [])):
+        _steps(trainer, report, first)
+    if config.watch.ledger:
+        report.say(ledger.table())
     if config.model.vocab <= 1024:  # a table of vocab² counts
         baseline = metrics.bigram_loss(training, validation, config.model.vocab)
         report.say(f"bigram model of the same split {baseline:.4f}")
@@ -191,6 +200,17 @@ def _open(report: metrics.Report, trainer: Trainer, resumed: saved.Checkpoint | 
     """On rank 0. A run resumed from a checkpoint in its own folder goes on in it, any other has a new one."""
     facts = manifest.of(trainer.config, trainer.run, trainer.data_hash)
     report.open(facts, going_on=resumed is not None and resumed.path.parent.resolve() == report.out.resolve())
+
+
+def _watchers(config: Config, run: Runtime) -> list[Watcher]:
+    """Those that the config asks for, from the first step on."""
+    folder = Path(config.train.out) / "journal"
+    journals = []
+    if config.watch.journal:
+        attempt(lambda: shutil.rmtree(folder, ignore_errors=True) if run.rank == 0 else None, run)
+        attempt(lambda: journals.append(Journal(folder, run.rank)), run)
+    checked = [Checked(run, min(30.0, config.train.timeout))] if config.watch.checked else []
+    return [*journals, *checked]  # the journal first, so that it shows who waits in a check
 
 
 def _steps(trainer: Trainer, report: metrics.Report, first: int) -> None:

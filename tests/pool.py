@@ -176,7 +176,7 @@ def _work(pipe: Connection, rank: int, size: int, folder: Path) -> None:
     store, patience = dist.FileStore(str(folder / "store"), size), timedelta(seconds=GROUP_SECONDS)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=patience)
     assert dist.group.WORLD is not None
-    runtime = Runtime(rank, size, torch.device("cpu"), "gloo", patience, dist.group.WORLD)
+    runtime = Runtime(rank, size, torch.device("cpu"), "gloo", patience, dist.group.WORLD, store)
     while True:
         pipe.send_bytes(_answer(runtime, jobs.get()))
 

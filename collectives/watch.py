@@ -1,0 +1,170 @@
+"""Who watches this process's communication: one decorator, put on every operation of comm.py and on p2p.exchange.
+
+    with watching(Journal(folder, run.rank), ledger := Ledger(), Checked(run)):
+        ...
+
+A watcher is told when a call begins, when it is launched, when this rank waits for it, and when it has ended: for an
+asynchronous call that is in `wait()` of the handle, which is wrapped. A call that consists of others (an ordered
+all_reduce is two exchanges, the second of which starts in its `wait()`) is their `outer`, so nothing is counted twice.
+Nobody watching, a call costs one look at an attribute. PyTorch's counterparts: the flight recorder,
+TORCH_DISTRIBUTED_DEBUG=DETAIL, CommDebugMode.
+
+The one state of the project that belongs to the process: process groups do too, torch's take no attributes, and a
+context variable would not reach the threads of autograd. All ranks of a job begin and end to watch at the same place.
+"""
+
+import contextlib
+import functools
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any
+
+import torch.distributed as dist
+
+from collectives.call import CALLS, Call
+
+
+class Watcher:
+    """Told of every call, in this order. Each method may raise, which the caller of the operation then sees."""
+
+    def begins(self, call: Call) -> None:
+        """Before anything is sent."""
+
+    def launched(self, call: Call) -> None:
+        """The operation has returned. From here on `call.parts` holds what it has started so far."""
+
+    def waits(self, call: Call) -> None:
+        """Before this rank waits for an asynchronous call."""
+
+    def ends(self, call: Call) -> None:
+        """The result is there; `call.parts` is complete."""
+
+
+@dataclass(frozen=True)
+class _Group:
+    name: str
+    ranks: tuple[int, ...]
+    rank: int
+    collectives: Iterator[int] = field(default_factory=functools.partial(count, 1))
+    exchanges: Iterator[int] = field(default_factory=functools.partial(count, 1))
+
+
+@dataclass(frozen=True)
+class _Session:
+    watchers: tuple[Watcher, ...]
+    groups: dict[dist.ProcessGroup, _Group]
+
+    def fill(self, call: Call) -> None:
+        """The group, the number, and the call of which this is a part."""
+        group = self.groups.get(call.group) or self.groups.setdefault(call.group, _seen(call.group))
+        call.name, call.ranks, call.rank, call.outer = group.name, group.ranks, group.rank, _HERE.call
+        if call.outer:
+            call.outer.parts.append(call)
+            call.number = call.outer.number
+        else:
+            call.number = next(group.exchanges if call.point_to_point else group.collectives)
+        call.began = time.time()
+
+
+def _seen(group: dist.ProcessGroup) -> _Group:
+    return _Group(group.group_name, tuple(dist.get_process_group_ranks(group)), group.rank())
+
+
+class _Process:
+    session: _Session | None = None
+
+
+class _Thread(threading.local):
+    call: Call | None = None  # in which this thread is
+
+
+_PROCESS = _Process()
+_HERE = _Thread()
+
+
+@contextlib.contextmanager
+def watching(*watchers: Watcher) -> Iterator[None]:
+    """Inside, these watchers see every call of this process, from all of its threads, beside those that already watch.
+
+    A handle that is waited on after the end is still seen by who saw it begin. Every rank enters and leaves at the same
+    place, because calls are counted from where the first watcher came.
+    """
+    before = _PROCESS.session
+    _PROCESS.session = _Session((*before.watchers, *watchers), before.groups) if before else _Session(watchers, {})
+    try:
+        yield
+    finally:
+        _PROCESS.session = before
+
+
+def watched(operation: Callable) -> Callable:
+    """Decorator: the operation, seen by whoever watches. CALLS has a description under its name."""
+    describe = CALLS[operation.__name__]
+
+    @functools.wraps(operation)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        session = _PROCESS.session
+        if session is None:
+            return operation(*args, **kwargs)
+        return _watch(operation, describe(*args, **kwargs), session, args, kwargs)
+
+    return call
+
+
+def _watch(operation: Callable, call: Call, session: _Session, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    session.fill(call)
+    for watcher in session.watchers:
+        watcher.begins(call)
+    with _inside(call):
+        result = operation(*args, **kwargs)
+    for watcher in session.watchers:
+        watcher.launched(call)
+    if hasattr(result, "wait"):
+        return _Handle(result, call, session.watchers)
+    call.result = result
+    for watcher in session.watchers:
+        watcher.ends(call)
+    return result
+
+
+class _inside:  # a class, because a generator costs three times as much
+    def __init__(self, call: Call):
+        self.call = call
+
+    def __enter__(self) -> None:
+        self.before, _HERE.call = _HERE.call, self.call
+
+    def __exit__(self, *error: object) -> None:
+        _HERE.call = self.before
+
+
+class _Handle:
+    """A p2p.Handle whose wait is watched. A second wait does nothing, as there."""
+
+    def __init__(self, handle: Any, call: Call, watchers: Sequence[Watcher]):
+        self._handle, self._call, self._watchers, self._waits = handle, call, watchers, False
+
+    def advance(self) -> None:
+        if self._handle is not None:
+            self._begin_to_wait()
+            with _inside(self._call):
+                self._handle.advance()
+
+    def wait(self) -> None:
+        handle, self._handle = self._handle, None
+        if handle is None:
+            return
+        self._begin_to_wait()
+        with _inside(self._call):
+            handle.wait()
+        for watcher in self._watchers:
+            watcher.ends(self._call)
+
+    def _begin_to_wait(self) -> None:
+        if not self._waits:
+            self._waits = True
+            for watcher in self._watchers:
+                watcher.waits(self._call)
