@@ -67,6 +67,29 @@ def test_an_exception_inside_no_sync_leaves_nothing_switched_off(pool, wrap):
     assert pool.run(2, fail_and_go_on, wrap) == [(1.5, True)] * 2
 
 
+def nested(run, wrap):
+    """Three microbatches, the second after the end of a no_sync inside a no_sync: (gradient, collectives before the
+    third).
+    """
+    weight = nn.Linear(1, 1, bias=False).double()
+    handle = wrap(weight, run.world)
+    x = torch.full((1, 1), run.rank + 1, dtype=torch.float64)
+    with recording() as calls:
+        with handle.no_sync():
+            with handle.no_sync():
+                weight(x).backward()
+            weight(10 * x).backward()
+        early = len(calls)
+        weight(100 * x).backward()
+        handle.finish()
+    return weight.weight.grad.item(), early
+
+
+@each_version
+def test_a_no_sync_inside_another(pool, wrap):
+    assert pool.run(2, nested, wrap) == [(166.5, 0)] * 2
+
+
 class Failing(torch.autograd.Function):
     """The identity; backward raises."""
 

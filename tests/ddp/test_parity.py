@@ -131,7 +131,7 @@ def equal_sizes(run, wrap, deals_in_forward_order):
 
 
 @pytest.mark.parametrize(
-    "wrap", [BUCKETED["bucketed, 16 bytes"], BUCKETED["overlapped, 1 byte"]], ids=["bucketed", "overlapped"]
+    "wrap", [BUCKETED["bucketed, 100 bytes"], BUCKETED["overlapped, 1 byte"]], ids=["bucketed", "overlapped"]
 )
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_parity_sees_a_wrong_order_of_buckets(pool, wrap, ranks):

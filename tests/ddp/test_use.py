@@ -167,8 +167,8 @@ def test_unfrozen_parameters_train(pool, wrap):
 
 
 def places(run, wrap):
-    """Sizes of the buckets with layer 1 of three frozen, before and after the step in which it is unfrozen, and the
-    elements of each step's collectives.
+    """Elements of the buckets before and after each of four steps, and of the steps' collectives, before and in finish.
+    The middle one of three parameters trains in the second and third step only.
     """
     model = nn.ParameterList(nn.Parameter(torch.ones(n, dtype=torch.float64)) for n in (2, 30, 4))
     model[1].requires_grad_(False)
@@ -179,11 +179,12 @@ def places(run, wrap):
         model.zero_grad()
         with recording() as calls:
             sum(param.sum() * (run.rank + 1) for param in model if param.requires_grad).backward()
+            calls.append(("", "finish"))
             handle.finish()
         assert [p.grad is None or p.grad.eq(3).all().item() for p in model] == [True] * 3
         assert (model[1].grad is None) == (step not in (1, 2))
         sizes.append(sizes_of(handle))
-        launches.append([numel for _, numel in calls])
+        launches.append(" ".join(str(numel) for _, numel in calls))
     return sizes, launches
 
 
@@ -192,15 +193,24 @@ def sizes_of(handle):
 
 
 @pytest.mark.parametrize(
-    ("cap", "small", "large"),
-    [(1, [4, 2], [4, 30, 2]), (16, [4, 2], [4, 30, 2]), (100, [6], [4, 30, 2]), (1 << 20, [6], [36])],
+    ("version", "cap", "launches"),
+    [
+        (bucketed, 1, ["finish 4 2 3", "finish 4 2 3 30", "finish 4 30 2 3", "finish 4 30 2 3"]),
+        (bucketed, 1 << 20, ["finish 6 3", "finish 6 3 30", "finish 36 3", "finish 36 3"]),
+        (overlapped, 1, ["4 2 finish 3", "4 2 finish 3 30", "4 30 2 finish 3", "4 finish 30 2 3"]),
+        (overlapped, 100, ["6 finish 3", "6 finish 3 30", "4 30 2 finish 3", "4 finish 30 2 3"]),
+        (overlapped, 1 << 20, ["6 finish 3", "6 finish 3 30", "36 finish 3", "finish 36 3"]),
+    ],
 )
-@pytest.mark.parametrize("version", [bucketed, overlapped])
-def test_a_frozen_parameter_takes_no_memory_until_it_trains(pool, version, cap, small, large):
-    """Its first gradient travels by itself; then buckets are dealt anew, with its own place in the order."""
-    for sizes, launches in pool.run(2, places, functools.partial(version.wrap, cap=cap)):
+def test_a_frozen_parameter_takes_no_memory_until_it_trains(pool, version, cap, launches):
+    """Its first gradient travels by itself, after the agreement of 3; then buckets are dealt anew, with its own place
+    in the order, and start during backward. Frozen again, it holds up the buckets behind it until finish.
+    """
+    small = [4, 2] if cap == 1 else [6]
+    large = [4, 30, 2] if cap <= 100 else [36]
+    for sizes, found in pool.run(2, places, functools.partial(version.wrap, cap=cap)):
         assert sizes == [small, small, large, large, large]
-        assert launches == [[*small, 3], [*small, 3, 30], [*large, 3], [*large, 3]]
+        assert found == launches
 
 
 # -- gradients that no backward brought --------------------------------------------------------------------------------
