@@ -1,4 +1,4 @@
-"""Parameters that are used by some ranks, by none, twice, later; frozen ones; gradients that are set by hand."""
+"""Parameters that are used by some ranks, by none, twice, later; frozen ones, and those that are unfrozen."""
 
 import functools
 
@@ -211,82 +211,3 @@ def test_a_frozen_parameter_takes_no_memory_until_it_trains(pool, version, cap, 
     for sizes, found in pool.run(2, places, functools.partial(version.wrap, cap=cap)):
         assert sizes == [small, small, large, large, large]
         assert found == launches
-
-
-# -- gradients that no backward brought --------------------------------------------------------------------------------
-
-
-def set_by_hand(run, wrap, when):
-    """p.grad is set by hand: of all without a backward, in place of backward's, or after a bucket has started."""
-    model = nn.ParameterList(nn.Parameter(torch.ones(2, dtype=torch.float64)) for _ in range(2))
-    handle = wrap(model, run.world, average=False)
-    steps = []
-    for _ in range(2):
-        model.zero_grad()
-        if when == "in place of backward's":
-            with handle.no_sync():
-                (model[0] + model[1]).sum().backward()
-        elif when == "after the last one's":
-            model[1].sum().backward()
-        loss = (model[0] * 10 * (run.rank + 1)).sum()
-        (model[0].grad,) = torch.autograd.grad(loss, [model[0]])
-        handle.finish()
-        steps.append([None if p.grad is None else p.grad.tolist() for p in model])
-    return steps
-
-
-@pytest.mark.parametrize(
-    ("when", "other"), [("alone", None), ("in place of backward's", [3.0] * 2), ("after the last one's", [3.0] * 2)]
-)
-@each_version
-def test_gradients_set_by_hand_are_reduced(pool, wrap, when, other):
-    """The weights' half of a split backward: no hook fires, finish starts what is there."""
-    for steps in pool.run(3, set_by_hand, wrap, when):
-        assert steps == [[[60.0] * 2, other]] * 2
-
-
-def replaced_after_start(run, wrap):
-    """While the bucket of a whole backward is under way, a second part of the gradient is set by hand, on rank 0."""
-    weight = nn.Parameter(torch.ones(2, dtype=torch.float64))
-    handle = wrap(nn.ParameterList([weight]), run.world, average=False)
-    weight.sum().backward()
-    under_way = weight.grad is None
-    if run.rank == 0:
-        weight.grad = torch.full((2,), 10.0, dtype=torch.float64) + (0 if under_way else weight.grad)
-    handle.finish()
-    return weight.grad.tolist()
-
-
-@each_version
-def test_a_gradient_set_by_hand_while_a_bucket_is_under_way_is_added(pool, wrap):
-    assert pool.run(3, replaced_after_start, wrap) == [[13.0, 13.0]] * 3
-
-
-class NoGradient(torch.autograd.Function):
-    """x w, without a gradient for w on the ranks that say so."""
-
-    @staticmethod
-    def forward(ctx, x, w, gives):
-        ctx.save_for_backward(x, w)
-        ctx.gives = gives
-        return x * w
-
-    @staticmethod
-    def backward(ctx, dout):
-        x, w = ctx.saved_tensors
-        return dout * w, dout * x if ctx.gives else None, None
-
-
-def no_gradient(run, wrap, givers):
-    """Two layers; backward reaches the last one's weight, and on some ranks brings it no gradient."""
-    model = nn.ParameterList(nn.Parameter(torch.ones(2, dtype=torch.float64)) for _ in range(2))
-    handle = wrap(model, run.world, average=False)
-    NoGradient.apply(model[0] * 2, model[1], run.rank in givers).sum().backward()
-    handle.finish()
-    return [None if p.grad is None else p.grad.tolist() for p in model]
-
-
-@pytest.mark.parametrize(("givers", "last"), [((), None), ((1,), [2.0, 2.0]), ((0, 1, 2), [6.0, 6.0])])
-@each_version
-def test_a_parameter_that_backward_reaches_without_a_gradient(pool, wrap, givers, last):
-    assert pool.run(3, no_gradient, wrap, givers) == [[[6.0, 6.0], last]] * 3
