@@ -1,16 +1,13 @@
-"""Several backward calls in one step: under no_sync, without it, uneven over the ranks; what a loss is divided by."""
+"""Several backward calls in one step: under no_sync or without it, uneven over the ranks, or broken off."""
 
 import contextlib
-from unittest import mock
 
 import pytest
 import torch
 from torch import nn
-from torch.nn.functional import cross_entropy
 
-from collectives import comm
 from ddp import bucketed, naive, overlapped
-from tests.ddp.versions import BUCKETED, each_bucketed, each_version, recording
+from tests.ddp.versions import each_version, recording
 
 LAUNCHES = {  # elements of the collectives of a step, if one parameter of two elements gets its gradient in four parts
     "one part, then finish": {"naive": [1, 2], "bucketed": [2, 1], "overlapped": [2, 1]},
@@ -65,6 +62,29 @@ def fail_and_go_on(run, wrap):
 @each_version
 def test_an_exception_inside_no_sync_leaves_nothing_switched_off(pool, wrap):
     assert pool.run(2, fail_and_go_on, wrap) == [(1.5, True)] * 2
+
+
+def nested(run, wrap):
+    """Three microbatches, the second after the end of a no_sync inside a no_sync: (gradient, collectives before the
+    third).
+    """
+    weight = nn.Linear(1, 1, bias=False).double()
+    handle = wrap(weight, run.world)
+    x = torch.full((1, 1), run.rank + 1, dtype=torch.float64)
+    with recording() as calls:
+        with handle.no_sync():
+            with handle.no_sync():
+                weight(x).backward()
+            weight(10 * x).backward()
+        early = len(calls)
+        weight(100 * x).backward()
+        handle.finish()
+    return weight.weight.grad.item(), early
+
+
+@each_version
+def test_a_no_sync_inside_another(pool, wrap):
+    assert pool.run(2, nested, wrap) == [(166.5, 0)] * 2
 
 
 class Failing(torch.autograd.Function):
@@ -151,165 +171,3 @@ def test_a_parameter_used_only_under_no_sync_is_reduced(pool, wrap, ranks):
     expected = [6 / ranks, 1 + sum(range(1, ranks + 1)) / ranks, None]
     for steps in pool.run(ranks, only_before_the_last, wrap):
         assert steps == [expected] * 2
-
-
-# -- two backward calls in one synced step -----------------------------------------------------------------------------
-
-
-def two_backwards(run, wrap, second, change=contextlib.nullcontext):
-    """Two backward calls, no no_sync, the second on some ranks only: gradients of a, b and c in two steps.
-
-    a has 10 from the second, on each rank that has it, c 1 from the first, b both. Buckets start with c.
-    """
-    model = nn.ParameterDict({name: nn.Parameter(torch.ones(3, dtype=torch.float64)) for name in "abc"})
-    handle = wrap(model, run.world, average=False)
-    steps = []
-    with change():
-        for _ in range(2):
-            model.zero_grad()
-            (model["b"] + model["c"]).sum().backward()
-            if run.rank in second:
-                (10 * (model["a"] + model["b"])).sum().backward()
-            handle.finish()
-            steps.append([None if p.grad is None else p.grad.tolist() for p in model.values()])
-    return steps
-
-
-@pytest.mark.parametrize(("ranks", "second"), [(1, (0,)), (2, (0, 1)), (2, (1,)), (3, (0,)), (3, ())])
-@each_version
-def test_a_gradient_that_comes_after_its_bucket_started_is_added(pool, wrap, ranks, second):
-    a, b, c = 10 * len(second), ranks + 10 * len(second), ranks
-    for steps in pool.run(ranks, two_backwards, wrap, second):
-        assert steps == [[[a] * 3 if a else None, [b] * 3, [c] * 3]] * 2
-
-
-def without_late_gradients():
-    def keep_bucket(handle, param):
-        param.grad = handle.bucket_of[param].views[param]
-
-    return mock.patch.object(bucketed.BucketedDDP, "_add", keep_bucket)
-
-
-def test_dropping_late_gradients_shows(pool):
-    for steps in pool.run(2, two_backwards, BUCKETED["overlapped, 1 byte"], (1,), without_late_gradients):
-        assert steps == [[[10] * 3, [2] * 3, [2] * 3]] * 2  # b lacks the 10 of the second backward
-
-
-def autograd_under_way(run, wrap):
-    """While the bucket of b is under way, the same backward or a second one adds to a, and then to b."""
-    model = nn.ParameterDict({name: nn.Parameter(torch.ones(4, dtype=torch.float64)) for name in "ab"})
-    handle = wrap(model, run.world, average=False)
-    with recording() as calls:
-        for factor in (1.0, 10.0, 100.0):
-            (model["b"] * model["a"] * factor * (run.rank + 1)).sum().backward()
-            calls.append("backward")
-        handle.finish()
-    return [p.grad.tolist() for p in model.values()], calls
-
-
-def test_autograd_adds_beside_a_bucket_that_is_under_way(pool):
-    """It finds no gradient, so it never writes into memory that is being sent; what it makes is reduced in finish."""
-    for grads, calls in pool.run(3, autograd_under_way, BUCKETED["overlapped, 1 byte"]):
-        assert grads == [[666.0] * 4] * 2
-        step = [("all_reduce", 4), ("all_reduce", 4), "backward", "backward", "backward"]
-        assert calls == [*step, ("all_reduce", 2), ("all_reduce", 4), ("all_reduce", 4)]
-
-
-# -- zero_grad, and not ------------------------------------------------------------------------------------------------
-
-
-def zeroed(run, wrap, set_to_none):
-    """Three steps, the second of which uses layer 0 only: gradients."""
-    model = nn.ParameterList(nn.Parameter(torch.ones(2, dtype=torch.float64)) for _ in range(2))
-    handle = wrap(model, run.world, average=False)
-    steps = []
-    for step in range(3):
-        model.zero_grad(set_to_none=set_to_none)
-        used = model[0] if step == 1 else model[0] + model[1]
-        (used * (step + 1) * (run.rank + 1)).sum().backward()
-        handle.finish()
-        steps.append([None if p.grad is None else p.grad.tolist() for p in model])
-    return steps
-
-
-@pytest.mark.parametrize("set_to_none", [True, False])
-@each_version
-def test_both_ways_to_zero_gradients(pool, wrap, set_to_none):
-    unused = None if set_to_none else [0.0, 0.0]
-    for steps in pool.run(2, zeroed, wrap, set_to_none):
-        assert steps == [[[3.0] * 2] * 2, [[6.0] * 2, unused], [[9.0] * 2] * 2]
-
-
-def second_order(run, wrap):
-    """Gradients of a loss that holds a gradient, in two steps, and whether they hold a graph."""
-    weight = nn.Parameter(torch.full((2,), 3.0, dtype=torch.float64))
-    handle = wrap(nn.ParameterList([weight]), run.world, average=False)
-    grads = []
-    for _ in range(2):
-        weight.grad = None
-        (first,) = torch.autograd.grad((weight**3 * (run.rank + 1)).sum(), weight, create_graph=True)
-        first.sum().backward(create_graph=True)
-        handle.finish()
-        grads.append((weight.grad.tolist(), weight.grad.requires_grad))
-    return grads
-
-
-@each_bucketed
-def test_a_backward_that_makes_a_graph(pool, wrap):
-    """The buckets are no part of it: the graph of one step would hold that of the step before."""
-    assert pool.run(2, second_order, wrap) == [[([54.0, 54.0], False)] * 2] * 2
-
-
-# -- what the loss is divided by ---------------------------------------------------------------------------------------
-
-
-def mean_of_all_tokens(run, wrap, tokens):
-    """Loss w x of a token; the mean over all tokens of all ranks: its gradient by w, None if no rank has a token."""
-    weight = nn.Parameter(torch.zeros(1, dtype=torch.float64))
-    handle = wrap(nn.ParameterList([weight]), run.world, average=False)
-    x = torch.tensor(tokens[run.rank], dtype=torch.float64)
-    count = torch.tensor(len(x))
-    comm.all_reduce(count, group=run.world)
-    if len(x):
-        ((weight * x).sum() / count).backward()
-    handle.finish()
-    return None if weight.grad is None else weight.grad.item()
-
-
-@pytest.mark.parametrize(
-    ("tokens", "grad"), [(([1], [5, 5, 5]), 4), (([1, 2, 6], []), 3), (([], [], [7]), 7), (([], []), None)]
-)
-@each_version
-def test_the_mean_over_tokens_is_no_mean_of_means(pool, wrap, tokens, grad):
-    """T24: 4, where a mean of the ranks' means is 3. A rank without a token adds nothing."""
-    assert pool.run(len(tokens), mean_of_all_tokens, wrap, tokens) == [grad] * len(tokens)
-
-
-def masked(run, wrap, labels):
-    """(finite loss, gradients, whether the weights moved) of a step with weight decay; -100 is no label."""
-    torch.manual_seed(0)
-    model = nn.Linear(3, 4).double()
-    handle = wrap(model, run.world, average=False)
-    optimizer = torch.optim.AdamW(handle.parameters(), lr=0.1)
-    mine = torch.tensor(labels[run.rank])
-    count = (mine >= 0).sum()
-    comm.all_reduce(count, group=run.world)
-    x = torch.randn(len(mine), 3, generator=torch.Generator().manual_seed(run.rank), dtype=torch.float64)
-    loss = cross_entropy(model(x), mine, reduction="sum") / count.clamp(min=1)
-    loss.backward()
-    handle.finish()
-    before = model.weight.detach().clone()
-    if count:
-        optimizer.step()
-    return loss.isfinite().item(), [p.grad.clone() for p in model.parameters()], not model.weight.equal(before)
-
-
-@each_version
-def test_ranks_without_a_valid_label(pool, wrap):
-    """T26: one masked rank adds exact zeros; if all are masked the gradient is zero and nobody steps."""
-    some, none = ([1, -100, 3], [-100, -100]), ([-100], [-100, -100])
-    alone = pool.run(1, masked, naive.wrap, some[:1])[0]
-    for finite, grads, moved in pool.run(2, masked, wrap, some):
-        assert finite and moved and all(map(torch.equal, grads, alone[1]))
-    for finite, grads, moved in pool.run(2, masked, wrap, none):
-        assert finite and not moved and not any(grad.any() for grad in grads)

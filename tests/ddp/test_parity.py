@@ -53,21 +53,24 @@ def assert_same_steps(ours, expected, version):
                 assert same(ours_by_name[name], tensor), (version, name)
 
 
-def reduce_random(run, wrap, average):
-    """(this rank's own gradient, the reduced one) of a float32 vector."""
-    weight = nn.Parameter(torch.ones(1000))
+def reduce_random(run, wrap, average, trains):
+    """(this rank's own gradient, the reduced one) of a float32 vector, which trains or is still frozen at wrap."""
+    weight = nn.Parameter(torch.ones(1000), requires_grad=trains)
     handle = wrap(nn.ParameterList([weight]), run.world, average=average)
+    weight.requires_grad_(True)
     weight.grad = torch.randn(1000, generator=torch.Generator().manual_seed(run.rank))
     own = weight.grad.clone()
     handle.finish()
     return own, weight.grad
 
 
+@pytest.mark.parametrize("trains", [True, False])
 @pytest.mark.parametrize("average", [True, False])
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 @each_version
-def test_every_element_is_added_in_rank_order(pool, wrap, ranks, average):
-    results = pool.run(ranks, reduce_random, wrap, average)
+def test_every_element_is_added_in_rank_order(pool, wrap, ranks, average, trains):
+    """In a bucket and outside."""
+    results = pool.run(ranks, reduce_random, wrap, average, trains)
     total = torch.zeros(1000)
     for own, _ in results:
         total += own
@@ -131,7 +134,7 @@ def equal_sizes(run, wrap, deals_in_forward_order):
 
 
 @pytest.mark.parametrize(
-    "wrap", [BUCKETED["bucketed, 16 bytes"], BUCKETED["overlapped, 1 byte"]], ids=["bucketed", "overlapped"]
+    "wrap", [BUCKETED["bucketed, 100 bytes"], BUCKETED["overlapped, 1 byte"]], ids=["bucketed", "overlapped"]
 )
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_parity_sees_a_wrong_order_of_buckets(pool, wrap, ranks):

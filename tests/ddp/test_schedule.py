@@ -142,8 +142,8 @@ def test_the_same_bits_whatever_the_order(pool):
             assert all(map(torch.equal, grads, theirs)), (version, cap)
 
 
-def both_steps(run, used):
-    """Rank 1 does not use layer 3 in the first of two steps: the launches of the first step."""
+def first_step(run, used):
+    """The launches and the gradients of a first step, in which rank r uses the layers used[r]."""
     model = Chain()
     handle = overlapped.wrap(model, run.world, cap=1)
     with recording() as events:
@@ -157,7 +157,7 @@ def both_steps(run, used):
 
 def test_the_first_step_with_an_unused_parameter_is_right(pool):
     """No rank waits for a bucket that another cannot fill, and none has yet seen what is used."""
-    (first, grads), (second, theirs) = pool.run(2, both_steps, [(0, 1, 2), (0, 1)])
+    (first, grads), (second, theirs) = pool.run(2, first_step, [(0, 1, 2), (0, 1)])
     assert first == picture("finish 4 3 2 1 4")
     assert second == picture("finish 4 3 2 1 4")
     assert grads[3] is None and theirs[3] is None

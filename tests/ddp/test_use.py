@@ -1,4 +1,4 @@
-"""Parameters that are used by some ranks, by none, twice, later; frozen ones; gradients that are set by hand."""
+"""Parameters that are used by some ranks, by none, twice, later; frozen ones, and those that are unfrozen."""
 
 import functools
 
@@ -167,8 +167,8 @@ def test_unfrozen_parameters_train(pool, wrap):
 
 
 def places(run, wrap):
-    """Sizes of the buckets with layer 1 of three frozen, before and after the step in which it is unfrozen, and the
-    elements of each step's collectives.
+    """Elements of the buckets before and after each of four steps, and of the steps' collectives, before and in finish.
+    The middle one of three parameters trains in the second and third step only.
     """
     model = nn.ParameterList(nn.Parameter(torch.ones(n, dtype=torch.float64)) for n in (2, 30, 4))
     model[1].requires_grad_(False)
@@ -179,11 +179,12 @@ def places(run, wrap):
         model.zero_grad()
         with recording() as calls:
             sum(param.sum() * (run.rank + 1) for param in model if param.requires_grad).backward()
+            calls.append(("", "finish"))
             handle.finish()
         assert [p.grad is None or p.grad.eq(3).all().item() for p in model] == [True] * 3
         assert (model[1].grad is None) == (step not in (1, 2))
         sizes.append(sizes_of(handle))
-        launches.append([numel for _, numel in calls])
+        launches.append(" ".join(str(numel) for _, numel in calls))
     return sizes, launches
 
 
@@ -192,91 +193,21 @@ def sizes_of(handle):
 
 
 @pytest.mark.parametrize(
-    ("cap", "small", "large"),
-    [(1, [4, 2], [4, 30, 2]), (16, [4, 2], [4, 30, 2]), (100, [6], [4, 30, 2]), (1 << 20, [6], [36])],
+    ("version", "cap", "launches"),
+    [
+        (bucketed, 1, ["finish 4 2 3", "finish 4 2 3 30", "finish 4 30 2 3", "finish 4 30 2 3"]),
+        (bucketed, 1 << 20, ["finish 6 3", "finish 6 3 30", "finish 36 3", "finish 36 3"]),
+        (overlapped, 1, ["4 2 finish 3", "4 2 finish 3 30", "4 30 2 finish 3", "4 finish 30 2 3"]),
+        (overlapped, 100, ["6 finish 3", "6 finish 3 30", "4 30 2 finish 3", "4 finish 30 2 3"]),
+        (overlapped, 1 << 20, ["6 finish 3", "6 finish 3 30", "36 finish 3", "finish 36 3"]),
+    ],
 )
-@pytest.mark.parametrize("version", [bucketed, overlapped])
-def test_a_frozen_parameter_takes_no_memory_until_it_trains(pool, version, cap, small, large):
-    """Its first gradient travels by itself; then buckets are dealt anew, with its own place in the order."""
-    for sizes, launches in pool.run(2, places, functools.partial(version.wrap, cap=cap)):
+def test_a_frozen_parameter_takes_no_memory_until_it_trains(pool, version, cap, launches):
+    """Its first gradient travels by itself, after the agreement of 3; then buckets are dealt anew, with its own place
+    in the order, and start during backward. Frozen again, it holds up the buckets behind it until finish.
+    """
+    small = [4, 2] if cap == 1 else [6]
+    large = [4, 30, 2] if cap <= 100 else [36]
+    for sizes, found in pool.run(2, places, functools.partial(version.wrap, cap=cap)):
         assert sizes == [small, small, large, large, large]
-        assert launches == [[*small, 3], [*small, 3, 30], [*large, 3], [*large, 3]]
-
-
-# -- gradients that no backward brought --------------------------------------------------------------------------------
-
-
-def set_by_hand(run, wrap, when):
-    """p.grad is set by hand: of all without a backward, in place of backward's, or after a bucket has started."""
-    model = nn.ParameterList(nn.Parameter(torch.ones(2, dtype=torch.float64)) for _ in range(2))
-    handle = wrap(model, run.world, average=False)
-    steps = []
-    for _ in range(2):
-        model.zero_grad()
-        if when == "in place of backward's":
-            with handle.no_sync():
-                (model[0] + model[1]).sum().backward()
-        elif when == "after the last one's":
-            model[1].sum().backward()
-        loss = (model[0] * 10 * (run.rank + 1)).sum()
-        (model[0].grad,) = torch.autograd.grad(loss, [model[0]])
-        handle.finish()
-        steps.append([None if p.grad is None else p.grad.tolist() for p in model])
-    return steps
-
-
-@pytest.mark.parametrize(
-    ("when", "other"), [("alone", None), ("in place of backward's", [3.0] * 2), ("after the last one's", [3.0] * 2)]
-)
-@each_version
-def test_gradients_set_by_hand_are_reduced(pool, wrap, when, other):
-    """The weights' half of a split backward: no hook fires, finish starts what is there."""
-    for steps in pool.run(3, set_by_hand, wrap, when):
-        assert steps == [[[60.0] * 2, other]] * 2
-
-
-def replaced_after_start(run, wrap):
-    """While the bucket of a whole backward is under way, a second part of the gradient is set by hand, on rank 0."""
-    weight = nn.Parameter(torch.ones(2, dtype=torch.float64))
-    handle = wrap(nn.ParameterList([weight]), run.world, average=False)
-    weight.sum().backward()
-    under_way = weight.grad is None
-    if run.rank == 0:
-        weight.grad = torch.full((2,), 10.0, dtype=torch.float64) + (0 if under_way else weight.grad)
-    handle.finish()
-    return weight.grad.tolist()
-
-
-@each_version
-def test_a_gradient_set_by_hand_while_a_bucket_is_under_way_is_added(pool, wrap):
-    assert pool.run(3, replaced_after_start, wrap) == [[13.0, 13.0]] * 3
-
-
-class NoGradient(torch.autograd.Function):
-    """x w, without a gradient for w on the ranks that say so."""
-
-    @staticmethod
-    def forward(ctx, x, w, gives):
-        ctx.save_for_backward(x, w)
-        ctx.gives = gives
-        return x * w
-
-    @staticmethod
-    def backward(ctx, dout):
-        x, w = ctx.saved_tensors
-        return dout * w, dout * x if ctx.gives else None, None
-
-
-def no_gradient(run, wrap, givers):
-    """Two layers; backward reaches the last one's weight, and on some ranks brings it no gradient."""
-    model = nn.ParameterList(nn.Parameter(torch.ones(2, dtype=torch.float64)) for _ in range(2))
-    handle = wrap(model, run.world, average=False)
-    NoGradient.apply(model[0] * 2, model[1], run.rank in givers).sum().backward()
-    handle.finish()
-    return [None if p.grad is None else p.grad.tolist() for p in model]
-
-
-@pytest.mark.parametrize(("givers", "last"), [((), None), ((1,), [2.0, 2.0]), ((0, 1, 2), [6.0, 6.0])])
-@each_version
-def test_a_parameter_that_backward_reaches_without_a_gradient(pool, wrap, givers, last):
-    assert pool.run(3, no_gradient, wrap, givers) == [[[6.0, 6.0], last]] * 3
+        assert found == launches

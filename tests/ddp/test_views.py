@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ddp import bucketed, overlapped
-from tests.ddp.versions import each_bucketed, recording, storage_bytes
+from tests.ddp.versions import each_bucketed, each_version, recording, storage_bytes
 
 
 def odd_layouts():
@@ -70,6 +70,48 @@ def test_views_do_not_overlap(pool, wrap):
     for grads, values in pool.run(2, untouched_neighbours, wrap):
         assert grads == [[2.0] * 3, [200.0] * 3, [2.0] * 3]
         assert values == [[1.0] * 3] * 3
+
+
+def zeroed(run, wrap, set_to_none):
+    """Three steps, the second of which uses layer 0 only: gradients."""
+    model = nn.ParameterList(nn.Parameter(torch.ones(2, dtype=torch.float64)) for _ in range(2))
+    handle = wrap(model, run.world, average=False)
+    steps = []
+    for step in range(3):
+        model.zero_grad(set_to_none=set_to_none)
+        used = model[0] if step == 1 else model[0] + model[1]
+        (used * (step + 1) * (run.rank + 1)).sum().backward()
+        handle.finish()
+        steps.append([None if p.grad is None else p.grad.tolist() for p in model])
+    return steps
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@each_version
+def test_both_ways_to_zero_gradients(pool, wrap, set_to_none):
+    unused = None if set_to_none else [0.0, 0.0]
+    for steps in pool.run(2, zeroed, wrap, set_to_none):
+        assert steps == [[[3.0] * 2] * 2, [[6.0] * 2, unused], [[9.0] * 2] * 2]
+
+
+def second_order(run, wrap):
+    """Gradients of a loss that holds a gradient, in two steps, and whether they hold a graph."""
+    weight = nn.Parameter(torch.full((2,), 3.0, dtype=torch.float64))
+    handle = wrap(nn.ParameterList([weight]), run.world, average=False)
+    grads = []
+    for _ in range(2):
+        weight.grad = None
+        (first,) = torch.autograd.grad((weight**3 * (run.rank + 1)).sum(), weight, create_graph=True)
+        first.sum().backward(create_graph=True)
+        handle.finish()
+        grads.append((weight.grad.tolist(), weight.grad.requires_grad))
+    return grads
+
+
+@each_bucketed
+def test_a_backward_that_makes_a_graph(pool, wrap):
+    """The buckets are no part of it: the graph of one step would hold that of the step before."""
+    assert pool.run(2, second_order, wrap) == [[([54.0, 54.0], False)] * 2] * 2
 
 
 # -- peak memory -------------------------------------------------------------------------------------------------------
