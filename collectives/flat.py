@@ -10,7 +10,7 @@ copied. Li et al. 2020, "PyTorch Distributed", 3.2.2 and 3.2.3; PyTorch's counte
 gradient_as_bucket_view=True. Left out: following the order in which gradients really arrived.
 """
 
-from collections.abc import Container, Sequence
+from collections.abc import Sequence, Set
 from typing import Any
 
 import torch
@@ -84,7 +84,7 @@ class Bucket:
             self.sent = self.buffer if wire is None else self.buffer.to(wire)
         self.work = comm.all_reduce(self.sent, op, group=group, async_op=True, ordered=True)
 
-    def finish(self, used: Container[nn.Parameter]) -> None:
+    def finish(self, used: Set[nn.Parameter]) -> None:
         """Wait for the collective. After: `p.grad` is the view, with the result, for each parameter that is `used` on
         any rank, and None for the others. In the next step the bucket is complete when as many have come.
         """

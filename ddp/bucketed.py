@@ -66,7 +66,7 @@ class BucketedDDP(Replica):
             if where & OUTSIDE:
                 outside[param], param.grad = param.grad, None
         for bucket in self.buckets:
-            bucket.finish(used=agreed)
+            bucket.finish(used=agreed.keys())
         for param, grad in outside.items():
             self._add(param, grad)
         if any(param not in self.bucket_of for param in outside):  # frozen before: from now on in buckets
