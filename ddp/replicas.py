@@ -129,7 +129,7 @@ def _compare(mine: dict[str, str], group: dist.ProcessGroup) -> None:
     """Raise ValueError on every rank naming the first tensor in which a rank differs from the group's rank 0."""
     everyone = comm.all_gather_object(list(mine.items()), group=group)
     ranks = dist.get_process_group_ranks(group)
-    nothing = ("nothing", "")
+    nothing = ("nothing",)
     for i in range(max(map(len, everyone))):
         first, *others = [table[i] if i < len(table) else nothing for table in everyone]
         for rank, other in zip(ranks[1:], others, strict=True):

@@ -86,7 +86,7 @@ class Counting(nn.Module):
 
 
 def stepped_buffers(run, wrap, members, change):
-    """Buffers after each of two steps on rows of this rank's own, and those that it would have alone."""
+    """Buffers before and after finish in each of two steps, of two forwards and two backwards on rows of its own."""
     group, model, steps = run.new_group(members), Counting(), []
     if group is None:
         return None
@@ -94,9 +94,10 @@ def stepped_buffers(run, wrap, members, change):
         handle = wrap(model, group)
         for step in range(2):
             numbers = torch.Generator().manual_seed(10 * step + run.rank)
+            first, last = (model(torch.randn(4, 3, generator=numbers)).sum() for _ in range(2))
             with handle.no_sync():
-                model(torch.randn(4, 3, generator=numbers)).sum().backward()
-            model(torch.randn(4, 3, generator=numbers)).sum().backward()  # a second forward before backward is over
+                first.backward()
+            last.backward()
             before = bits(model.named_buffers())
             handle.finish()
             assert model.other.shared is model.seen
@@ -115,7 +116,7 @@ CHANGED = {"in_place", "rebound", "seen", "flags", "eighth", "late", "norm.runni
 @pytest.mark.parametrize("members", [[0, 1], [0, 1, 2, 3], [2, 3], [1, 3]])
 @each_version
 def test_buffers_are_the_first_members_after_each_step(pool, wrap, members):
-    """In place and rebinding ones, what the first member's rows made of them."""
+    """In place and rebinding ones: what the first member's rows made of them."""
     results = pool.run(max(members) + 1, stepped_buffers, wrap, members, contextlib.nullcontext)
     first, *others = [results[rank] for rank in members]
     for steps in others:

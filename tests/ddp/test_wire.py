@@ -13,7 +13,7 @@ from ddp import bucketed, overlapped
 
 BF16 = torch.bfloat16
 WIRES = {
-    f"{version.__name__}, {cap} bytes": functools.partial(version.wrap, cap=cap, wire=BF16)
+    f"{version.__name__}, cap {cap}": functools.partial(version.wrap, cap=cap, wire=BF16)
     for version, cap in ((bucketed, 16), (bucketed, 1 << 20), (overlapped, 1), (overlapped, 1 << 20))
 }
 each_wire = pytest.mark.parametrize("wrap", list(WIRES.values()), ids=list(WIRES))
@@ -62,19 +62,12 @@ def test_the_sum_is_made_in_float32(pool, wrap, ranks, average):
 
 
 def test_additions_in_bfloat16_show(pool):
-    """The backend's own sum rounds at every addition: 256 in some position, which is the fault that is looked for."""
-    sums = [
-        {
-            number
-            for _, numbers in pool.run(3, reduce_on_the_wire, wire_of_all, shifted, False, without_order)[0][0]
-            for number in numbers
-        }
-        for shifted in ((256, 1, 1), (1, 256, 1), (1, 1, 256))
-    ]
-    assert any(256 in found for found in sums)
-
-
-wire_of_all = functools.partial(overlapped.wrap, wire=BF16)
+    """The backend's own sum rounds at every addition and stays at 256, somewhere: the fault that is looked for."""
+    wrap, found = WIRES["ddp.overlapped, cap 1048576"], set()
+    for values in ((256, 1, 1), (1, 256, 1), (1, 1, 256)):
+        for grads in pool.run(3, reduce_on_the_wire, wrap, values, False, without_order)[0]:
+            found |= {number for _, numbers in grads for number in numbers}
+    assert 256 in found
 
 
 def rounding(run, wrap):
