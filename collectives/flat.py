@@ -27,8 +27,6 @@ def deal(params: Sequence[nn.Parameter], cap: int) -> list[list[nn.Parameter]]:
     them, if it reaches the parameters in reverse order: by their last member. The same on every rank that has the same
     parameters.
     """
-    if cap < 1:
-        raise ValueError(f"a bucket of {cap} bytes holds nothing: give it at least 1, then each parameter has its own")
     buckets: list[list[nn.Parameter]] = []
     filling: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
     for param in reversed(params):

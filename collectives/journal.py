@@ -59,7 +59,10 @@ class Journal(Watcher):
         path = folder / f"rank-{rank}.journal"
         with path.with_suffix(".new").open("w+b") as file:
             # All of its space now: a store to a mapped page for which the disk has no room is a SIGBUS.
-            os.posix_fallocate(file.fileno(), 0, size)
+            try:
+                os.posix_fallocate(file.fileno(), 0, size)
+            except OSError as error:
+                raise OSError(error.errno, error.strerror, str(path)) from error
             self._map = mmap.mmap(file.fileno(), size)
         _HEADER.pack_into(self._map, 0, _MAGIC, capacity, rank, os.getpid())
         path.with_suffix(".new").replace(path)  # so a reader finds a whole header, and an old journal until then

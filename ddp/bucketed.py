@@ -11,6 +11,7 @@ counterpart: Megatron-LM's distributed optimizer without overlap; DDP always ove
 """
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,15 +30,15 @@ class BucketedDDP(Replica):
 
     def __init__(
         self,
-        module: nn.Module | None,
         params: Sequence[nn.Parameter],
+        buffered: nn.Module | None,
         group: dist.ProcessGroup,
         *,
         average: bool,
         cap: int,
         wire: torch.dtype | None,
     ):
-        super().__init__(module, params, group, average=average)
+        super().__init__(params, buffered, group, average=average)
         self.cap, self.wire = cap, wire
         self.place(param for param in self.params if param.requires_grad)
 
@@ -56,11 +57,10 @@ class BucketedDDP(Replica):
     def finish(self) -> None:
         """Reduce what has not been reduced yet, and wait for all of it."""
         self.start_buckets()
-        flags, agreeing = self.start_agreement([self._where(param) for param in self.params])
+        agreement = self.start_agreement([self._where(param) for param in self.params])
         for bucket in self.buckets:  # so that the second halves of all of them are under way at once
             bucket.work.advance()
-        agreeing.wait()
-        agreed = {param: where for param, where in zip(self.params, flags.tolist(), strict=True) if where}
+        agreed = {param: where for param, where in zip(self.params, agreement(), strict=True) if where}
         outside = {}
         for param, where in agreed.items():
             if where & OUTSIDE:
@@ -104,5 +104,18 @@ def wrap(
     once. A parameter that is frozen now gets its place in a bucket after the first step in which some rank has a
     gradient of it.
     """
-    treated = replicate(module, group, params=params, device=device)
-    return BucketedDDP(module if params is None else None, treated, group, average=average, cap=cap, wire=wire)
+    return build(BucketedDDP, module, group, params, device, average=average, cap=cap, wire=wire)
+
+
+def build(
+    version: type[BucketedDDP],
+    module: nn.Module,
+    group: dist.ProcessGroup,
+    params: Sequence[nn.Parameter] | None,
+    device: torch.device | None,
+    **settings: Any,
+) -> Any:
+    """What wrap does, for this handle and the ones made from it."""
+    if settings["cap"] < 1:
+        raise ValueError(f"a bucket of cap={settings['cap']} bytes holds nothing: give it at least 1")
+    return version(*replicate(module, group, params=params, device=device, **settings), group, **settings)

@@ -28,9 +28,8 @@ class NaiveDDP(Replica):
         """Reduce every gradient, one after the other. A rank that did not use a parameter adds zeros to it; one that no
         rank used keeps grad None.
         """
-        used, agreeing = self.start_agreement([param.grad is not None for param in self.params])
-        agreeing.wait()
-        for param, anywhere in zip(self.params, used.tolist(), strict=True):
+        used = self.start_agreement([param.grad is not None for param in self.params])()
+        for param, anywhere in zip(self.params, used, strict=True):
             if not anywhere:
                 continue
             if param.grad is None:
@@ -53,5 +52,4 @@ def wrap(
     average: divide by the number of ranks, as PyTorch's DDP does (False: the sum, when the loss is already scaled by
     the whole batch's count). Frozen parameters have no gradient to reduce; once unfrozen, on all ranks, they have.
     """
-    treated = replicate(module, group, params=params, device=device)
-    return NaiveDDP(module if params is None else None, treated, group, average=average)
+    return NaiveDDP(*replicate(module, group, params=params, device=device, average=average), group, average=average)

@@ -19,8 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ddp.bucketed import CAP, BucketedDDP
-from ddp.replicas import replicate
+from ddp.bucketed import CAP, BucketedDDP, build
 
 
 class OverlappedDDP(BucketedDDP):
@@ -72,5 +71,4 @@ def wrap(
 
     A step whose backward raised has reductions under way on some ranks: call `finish` on all ranks before going on.
     """
-    treated = replicate(module, group, params=params, device=device)
-    return OverlappedDDP(module if params is None else None, treated, group, average=average, cap=cap, wire=wire)
+    return build(OverlappedDDP, module, group, params, device, average=average, cap=cap, wire=wire)

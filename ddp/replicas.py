@@ -10,27 +10,26 @@ here they are looked up anew in every step, since module code may rebind them.
 """
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from collectives import comm, layout
-from collectives.p2p import Handle
 
 
 class Replica:
     """The handle of one replica of a module, whose gradients are summed over `group`; the module itself stays as it is.
 
-    A version of data parallelism adds `finish`. module: the one whose buffers are kept equal, None where `wrap` was
-    given a list of parameters. average: divide by the number of ranks.
+    A version of data parallelism adds `finish`. buffered: the module whose buffers are kept equal, None where there are
+    none. average: divide by the number of ranks.
     """
 
     def __init__(
-        self, module: nn.Module | None, params: Sequence[nn.Parameter], group: dist.ProcessGroup, *, average: bool
+        self, params: Sequence[nn.Parameter], buffered: nn.Module | None, group: dist.ProcessGroup, *, average: bool
     ):
-        self.module, self.params, self.group = module, list(params), group
+        self.params, self.buffered, self.group = list(params), buffered, group
         self.op = comm.AVG if average else comm.SUM
         self.syncing = True
 
@@ -67,20 +66,36 @@ class Replica:
     def reduce(self, module: nn.Module) -> None:
         """Nothing is reduced for a module by itself: a bucket when it is complete, the rest in `finish`."""
 
-    def start_agreement(self, flags: Sequence[int]) -> tuple[Tensor, Handle]:
-        """One small all-reduce a step: every rank's numbers (0 to 255) become the largest of all ranks', one a
-        parameter. What a rank decided alone about a collective would be a hang.
+    def start_agreement(self, flags: Sequence[int]) -> Callable[[], list[int]]:
+        """Start one small all-reduce; what it returns waits for it: of the numbers of all ranks, one (0 to 255) a
+        parameter, the largest. What a rank decided alone about a collective would be a hang. The same all-reduce finds
+        out whether all ranks' buffers have one size.
         """
-        agreed = torch.tensor(flags, dtype=torch.uint8, device=self.params[0].device if self.params else None)
-        return agreed, comm.all_reduce(agreed, comm.MAX, group=self.group, async_op=True)
+        sizes = _digits(sum(buffer.nbytes for buffer in self.buffered.buffers())) if self.buffered else []
+        device = self.params[0].device if self.params else None
+        agreed = torch.tensor([*flags, *sizes], dtype=torch.uint8, device=device)
+        work = comm.all_reduce(agreed, comm.MAX, group=self.group, async_op=True)
+
+        def result() -> list[int]:
+            work.wait()
+            together = agreed.tolist()
+            self.one_size = together[len(flags) :] == sizes
+            return together[: len(flags)]
+
+        return result
 
     def equalize_buffers(self) -> None:
-        """Give every buffer the values of the group's rank 0, all in one broadcast of bytes, whatever their dtypes."""
-        if self.module is None or dist.get_world_size(self.group) == 1:
+        """Give every buffer the values of the group's rank 0, all in one broadcast of bytes, whatever their dtypes.
+
+        Raises ValueError on every rank where, by the agreement before, ranks have buffers of different sizes.
+        """
+        if self.buffered is None or dist.get_world_size(self.group) == 1:
             return
-        buffers = [buffer.detach() for buffer in self.module.buffers()]
-        if sum(buffer.nbytes for buffer in buffers) == 0:
-            return
+        if not self.one_size:
+            raise ValueError(
+                "the ranks' buffers have different sizes: a module may rebind them, but alike on every rank"
+            )
+        buffers = [buffer.detach() for buffer in self.buffered.buffers()]
         packed = torch.cat([_bytes(buffer) for buffer in buffers])
         comm.broadcast(packed, 0, group=self.group)
         if dist.get_rank(self.group) > 0:
@@ -88,26 +103,33 @@ class Replica:
                 buffer.copy_(part.clone().view(buffer.dtype).view(buffer.shape))
 
 
+def _digits(number: int) -> list[int]:
+    """Bytes whose elementwise maximum over several numbers is each one's own only if all are equal."""
+    return [*number.to_bytes(8), *((1 << 64) - 1 - number).to_bytes(8)]
+
+
 def replicate(
     module: nn.Module,
     group: dist.ProcessGroup,
     *,
-    params: Sequence[nn.Parameter] | None = None,
-    device: torch.device | None = None,
-) -> list[nn.Parameter]:
+    params: Sequence[nn.Parameter] | None,
+    device: torch.device | None,
+    **settings: object,
+) -> tuple[list[nn.Parameter], nn.Module | None]:
     """Make the replicas of `module` equal. Before: any values on each rank. After: those of the group's rank 0.
 
     params: those to treat, default all of the module's, with its buffers. Parameters on the meta device get memory on
     `device` and no values: whoever built them so initialises them afterwards, the same on every rank. Returns the
-    parameters, each once. Raises ValueError on every rank where the models differ, naming the first difference, and for
-    what cannot be summed: sparse or complex gradients, buffers on the meta device.
+    parameters, each once, and the module if its buffers are to be kept equal. Raises ValueError on every rank where the
+    models or the settings of `wrap` differ, naming the first difference, and for what cannot be replicated: sparse or
+    complex gradients, buffers on the meta device or with elements that share their memory.
     """
     buffers = dict(module.named_buffers()) if params is None else {}
     params = list(dict.fromkeys(module.parameters() if params is None else params))
     names = {param: name for name, param in module.named_parameters()}
     tensors = {names.get(param, f"params[{i}]"): param for i, param in enumerate(params)} | buffers
     sparse = dict.fromkeys(_sparse(module), "with sparse gradients")
-    _compare({name: _description(tensor) for name, tensor in tensors.items()} | sparse, group)
+    _compare(settings, {name: _description(tensor) for name, tensor in tensors.items()} | sparse, group)
     _check(module, tensors)
     for tensor in tensors.values():
         if tensor.is_meta:
@@ -115,7 +137,7 @@ def replicate(
         elif tensor.numel():
             # IDEA: replicas that begin equal and add equal gradients stay equal; so weights travel once, here.
             _broadcast(tensor.detach(), group)
-    return params
+    return params, module if buffers else None
 
 
 def _description(tensor: Tensor) -> str:
@@ -125,10 +147,20 @@ def _description(tensor: Tensor) -> str:
     return f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}{order}{where}{frozen}"
 
 
-def _compare(mine: dict[str, str], group: dist.ProcessGroup) -> None:
-    """Raise ValueError on every rank naming the first tensor in which a rank differs from the group's rank 0."""
-    everyone = comm.all_gather_object(list(mine.items()), group=group)
+def _compare(settings: dict[str, object], mine: dict[str, str], group: dist.ProcessGroup) -> None:
+    """Raise ValueError on every rank naming the first setting or tensor in which a rank differs from the group's rank
+    0.
+    """
+    told = ", ".join(f"{name}={value}" for name, value in settings.items())
+    everyone = comm.all_gather_object((told, list(mine.items())), group=group)
     ranks = dist.get_process_group_ranks(group)
+    for rank, (other, _) in zip(ranks, everyone, strict=True):
+        if other != everyone[0][0]:
+            raise ValueError(
+                f"wrap was called with {everyone[0][0]} on rank {ranks[0]}, with {other} on rank {rank}; give the same "
+                "on every rank"
+            )
+    everyone = [table for _, table in everyone]
     nothing = ("nothing",)
     for i in range(max(map(len, everyone))):
         first, *others = [table[i] if i < len(table) else nothing for table in everyone]
@@ -147,6 +179,8 @@ def _check(module: nn.Module, tensors: dict[str, Tensor]) -> None:
             raise ValueError(f"buffer {name} is on the meta device: give it values before wrap, nobody will later")
         if tensor.is_complex() and isinstance(tensor, nn.Parameter):
             raise ValueError(f"{name} is complex: keep it as a real tensor with a last dimension of 2")
+        if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
+            raise ValueError(f"{name} has elements that share their memory: make it contiguous, or keep it elsewhere")
     for name in _sparse(module):
         raise ValueError(f"{name} makes sparse gradients, which have no place in a sum of dense ones: sparse=False")
 

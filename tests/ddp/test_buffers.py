@@ -149,3 +149,20 @@ def only_buffers(run, wrap):
 def test_a_module_without_parameters(pool, wrap):
     (params, mean), (_, other) = pool.run(2, only_buffers, wrap)
     assert params == [] and mean.any() and torch.equal(mean, other)
+
+
+def buffers_of_other_sizes(run, wrap, value):
+    """Rank 1 rebinds its buffer to something else than the others."""
+    model = nn.Linear(2, 2)
+    model.register_buffer("seen", torch.zeros(3))
+    handle = wrap(model, run.world)
+    if run.rank == 1:
+        model.seen = value
+    with pytest.raises(ValueError, match="the ranks' buffers have different sizes"):
+        handle.finish()
+
+
+@pytest.mark.parametrize("value", [None, torch.zeros(2), torch.zeros(300)])
+@each_version
+def test_buffers_that_become_of_different_sizes_are_refused_on_every_rank(pool, wrap, value):
+    pool.run(3, buffers_of_other_sizes, wrap, value, timeout=10.0)

@@ -133,7 +133,7 @@ def wrapped_unseen(run):
     """What a is after wrap, if nobody compares two models in which a and b stand in another order."""
     model = nn.ParameterDict(OrderedDict((name, vector()) for name in ("ab" if run.rank == 0 else "ba")))
     nn.init.ones_(model["a"])
-    with mock.patch.object(replicas, "_compare", lambda mine, group: None):
+    with mock.patch.object(replicas, "_compare", lambda settings, mine, group: None):
         naive.wrap(model, run.world)
     return model["a"][0].item()
 
@@ -151,7 +151,14 @@ def complex_parameter():
     return nn.ParameterDict({"phase": vector(2, torch.complex64)})
 
 
+def expanded_buffer():
+    model = nn.Module()
+    model.register_buffer("mask", torch.zeros(1).expand(3))
+    return model
+
+
 REFUSED = {
+    "expanded": (expanded_buffer, "mask has elements that share their memory: make it contiguous"),
     "meta buffer": (meta_buffer, "buffer running_mean is on the meta device: give it values before wrap"),
     "complex": (complex_parameter, "phase is complex: keep it as a real tensor with a last dimension of 2"),
     "sparse": (sparse, "embed makes sparse gradients, .* sparse=False"),
@@ -188,5 +195,26 @@ def test_a_cap_of_nothing_is_refused(pool, version):
 
 
 def cap_of_nothing(run, version):
-    with pytest.raises(ValueError, match="a bucket of 0 bytes holds nothing: give it at least 1"):
+    with pytest.raises(ValueError, match="a bucket of cap=0 bytes holds nothing: give it at least 1"):
         {"bucketed": bucketed, "overlapped": overlapped}[version].wrap(base(), run.world, cap=0)
+
+
+def wrapped_otherwise(run, odd):
+    with pytest.raises(ValueError) as error:
+        overlapped.wrap(base(), run.world, **(odd if run.rank == 1 else {}))
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("odd", "told"),
+    [
+        ({"cap": 7}, "average=True, cap=7, wire=None"),
+        ({"average": False}, "average=False, cap=100, wire=None"),
+        ({"wire": torch.bfloat16}, "average=True, cap=100, wire=torch.bfloat16"),
+    ],
+)
+def test_settings_that_differ_are_refused_on_every_rank(pool, odd, told):
+    usual = f"average=True, cap={bucketed.CAP}, wire=None"
+    told = told.replace("cap=100", f"cap={bucketed.CAP}")
+    message = f"wrap was called with {usual} on rank 0, with {told} on rank 1; give the same on every rank"
+    assert pool.run(3, wrapped_otherwise, odd, timeout=SECONDS) == [message] * 3

@@ -200,7 +200,8 @@ def traffic_of(run, wrap, members):
 
 SIZES = [120_000, 400, 400, 400, 80_400]  # of the parameters, in the order of the module
 BUFFERS = 2 * 400 * 8 + 8  # bytes
-STEP = {"naive": [5, *SIZES], "bucketed": [sum(SIZES), 5], "1 byte": [*reversed(SIZES), 5]}
+AGREED = 5 + 16  # a byte a parameter, and the size of the buffers
+STEP = {"naive": [AGREED, *SIZES], "bucketed": [sum(SIZES), AGREED], "1 byte": [*reversed(SIZES), AGREED]}
 
 
 @pytest.mark.parametrize(("ranks", "members"), [(2, [0, 1]), (3, [0, 1, 2]), (4, [0, 1, 2, 3]), (4, [1, 3])])

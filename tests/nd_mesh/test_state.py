@@ -19,7 +19,7 @@ from collectives.runtime import Runtime
 from nd_mesh import metrics, saved, state
 from nd_mesh import train as module
 from nd_mesh.agreement import Stopped
-from nd_mesh.config import Config, DataConfig, MeshConfig, ModelConfig, TrainConfig
+from nd_mesh.config import Config, DataConfig, MeshConfig, ModelConfig, TrainConfig, WatchConfig
 from nd_mesh.train import Trainer, learning_rate
 from tests import parity
 
@@ -29,7 +29,9 @@ TIMES = ("seconds", "slowest", "median")
 
 
 def config(dp: int, **train) -> Config:
-    return Config(MeshConfig(dp=dp), MODEL, DataConfig(context=8), replace(TRAIN, **train))
+    """Without a journal, which wants more room than the small disks of these tests have."""
+    quiet = WatchConfig(journal=False)
+    return Config(MeshConfig(dp=dp), MODEL, DataConfig(context=8), replace(TRAIN, **train), watch=quiet)
 
 
 def stream() -> parity.Stream:
