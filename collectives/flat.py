@@ -41,19 +41,20 @@ def deal(params: Sequence[nn.Parameter], cap: int) -> list[list[nn.Parameter]]:
 
 
 class Bucket:
-    """The gradients of some parameters of one dtype and device, and their collective: collected, started, finished,
-    once a step.
+    """The gradients of some parameters of one dtype and device, and their collective: collected, started, waited for,
+    handed out, once a step.
 
     Until the collective starts, the gradient of a parameter that has one is its view of the buffer, or any tensor that
     `start` will copy there. While it runs `p.grad` is None, so that a gradient which comes late finds no buffer that is
-    under way. Afterwards it is the view again.
+    under way. Afterwards it is the view again. notes: numbers that travel along, at the end of the buffer.
     """
 
-    def __init__(self, params: Sequence[nn.Parameter]):
-        first = params[0]
-        self.buffer = torch.zeros(sum(p.numel() for p in params), dtype=first.dtype, device=first.device)
-        ends = torch.tensor([p.numel() for p in params]).cumsum(0).tolist()
-        self.views = {p: _view(self.buffer, end - p.numel(), p) for p, end in zip(params, ends, strict=True)}
+    def __init__(self, params: Sequence[nn.Parameter], *, notes: int = 0, device: torch.device | None = None):
+        like = params[0] if params else torch.empty(0, device=device)
+        ends = torch.tensor([0, *(p.numel() for p in params), notes]).cumsum(0).tolist()
+        self.buffer = torch.zeros(ends[-1], dtype=like.dtype, device=like.device)
+        self.views = {p: _view(self.buffer, start, p) for p, start in zip(params, ends, strict=False)}
+        self.notes = self.buffer[ends[-2] :]
         self.missing = set(params)  # those whose gradient is still expected in this step
         self.used: set[nn.Parameter] = set()  # those that had one when the collective started
         self.sent, self.work = self.buffer, None  # what is under way, and its handle
@@ -82,17 +83,20 @@ class Bucket:
             self.sent = self.buffer if wire is None else self.buffer.to(wire)
         self.work = comm.all_reduce(self.sent, op, group=group, async_op=True, ordered=True)
 
-    def finish(self, used: Set[nn.Parameter]) -> None:
-        """Wait for the collective. After: `p.grad` is the view, with the result, for each parameter that is `used` on
-        any rank, and None for the others. In the next step the bucket is complete when as many have come.
-        """
+    def wait(self) -> None:
+        """Wait for the collective. After: the buffer holds the result."""
         self.work.wait()
         if self.sent is not self.buffer:
             self.buffer.copy_(self.sent)
+        self.sent, self.work = self.buffer, None
+
+    def hand_out(self, used: Set[nn.Parameter]) -> None:
+        """After: `p.grad` is the view, with the result, for each parameter that is `used` on any rank, and None for the
+        others. In the next step the bucket is complete when as many have come.
+        """
         for param, view in self.views.items():
             param.grad = view if param in used else None
         self.missing, self.used = {param for param in self.views if param in used}, set()
-        self.sent, self.work = self.buffer, None
 
 
 def _view(buffer: Tensor, start: int, param: nn.Parameter) -> Tensor:

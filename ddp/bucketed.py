@@ -21,8 +21,7 @@ from collectives import comm
 from collectives.flat import Bucket, deal
 from ddp.replicas import Replica, replicate
 
-CAP = 4 << 20  # bytes of a bucket
-IN_BUCKET, OUTSIDE = 1, 2  # where a rank has a gradient of a parameter: when its bucket started, besides it
+CAP = 25 << 20  # bytes of a bucket, as in PyTorch
 
 
 class BucketedDDP(Replica):
@@ -43,41 +42,61 @@ class BucketedDDP(Replica):
         self.place(param for param in self.params if param.requires_grad)
 
     def place(self, params: Iterable[nn.Parameter]) -> None:
-        """Deal these parameters into buckets, the same on every rank."""
-        self.buckets = [Bucket(members) for members in deal(list(params), self.cap)]
+        """Deal these parameters into buckets, the same on every rank. The last one takes two notes a parameter along:
+        whether this rank has a gradient of it, and whether one that is in no bucket.
+        """
+        *early, last = deal(list(params), self.cap) or [[]]
+        device = self.params[0].device if self.params else None
+        self.early = [Bucket(members) for members in early]
+        self.last = Bucket(last, notes=2 * len(self.params), device=device)
         self.bucket_of = {param: bucket for bucket in self.buckets for param in bucket.views}
 
-    def start_buckets(self) -> None:
-        """Start every bucket that has not been started, in their order, which is every rank's."""
-        for bucket in self.buckets:
-            if bucket.work is None:
-                # IDEA: one collective carries the gradients of many parameters, which are views of one buffer.
-                bucket.start(self.op, group=self.group, wire=self.wire)
+    @property
+    def buckets(self) -> list[Bucket]:
+        """All of them, in the order in which every rank starts them."""
+        return [*self.early, self.last]
+
+    def start(self, bucket: Bucket) -> None:
+        """Start a bucket's reduction, after all those before it."""
+        # IDEA: one collective carries the gradients of many parameters, which are views of one buffer.
+        bucket.start(self.op, group=self.group, wire=self.wire)
 
     def finish(self) -> None:
         """Reduce what has not been reduced yet, and wait for all of it."""
-        self.start_buckets()
-        agreement = self.start_agreement([self._where(param) for param in self.params])
+        for bucket in self.early:
+            if bucket.work is None:
+                self.start(bucket)
+        self._take_notes()
+        self.start(self.last)
         for bucket in self.buckets:  # so that the second halves of all of them are under way at once
             bucket.work.advance()
-        agreed = {param: where for param, where in zip(self.params, agreement(), strict=True) if where}
-        outside = {}
-        for param, where in agreed.items():
-            if where & OUTSIDE:
-                outside[param], param.grad = param.grad, None
         for bucket in self.buckets:
-            bucket.finish(used=agreed.keys())
-        for param, grad in outside.items():
+            bucket.wait()
+        used, outside = self._read_notes()
+        late = {param: param.grad for param in outside}
+        for bucket in self.buckets:
+            bucket.hand_out(used)
+        for param, grad in late.items():
             self._add(param, grad)
-        if any(param not in self.bucket_of for param in outside):  # frozen before: from now on in buckets
+        if outside - self.bucket_of.keys():  # frozen before: from now on in buckets
             self.place(param for param in self.params if param in self.bucket_of or param in outside)
         self.equalize_buffers()
 
-    def _where(self, param: nn.Parameter) -> int:
-        """Where this rank has a gradient of `param`, now that every bucket has been started."""
-        bucket = self.bucket_of.get(param)
-        inside = bucket is not None and param in bucket.used
-        return IN_BUCKET * inside + OUTSIDE * (param.grad is not None)
+    def _take_notes(self) -> None:
+        """What no rank may decide alone, for the others: before the last bucket starts, after all others have."""
+        used = {param for bucket in self.early for param in bucket.used}
+        here = {param for param in self.params if param.grad is not None}
+        inside, outside = used | (here & self.last.views.keys()), here - self.last.views.keys()
+        notes = [param in inside for param in self.params] + [param in outside for param in self.params]
+        self.last.notes.copy_(torch.tensor(notes))
+
+    def _read_notes(self) -> tuple[set[nn.Parameter], set[nn.Parameter]]:
+        """The parameters of which any rank has a gradient, and those of which any has one that is in no bucket."""
+        inside, outside = (
+            {param for param, noted in zip(self.params, noted_by_any, strict=True) if noted}
+            for noted_by_any in self.last.notes.view(2, -1).tolist()
+        )
+        return inside | outside, outside
 
     def _add(self, param: nn.Parameter, grad: Tensor | None) -> None:
         """Reduce a gradient that missed its bucket on some rank, and add it: one that came after the bucket had
@@ -85,7 +104,7 @@ class BucketedDDP(Replica):
         """
         grad = torch.zeros_like(param) if grad is None else grad
         comm.all_reduce(grad, self.op, group=self.group, ordered=True)
-        param.grad = grad if param.grad is None else param.grad.add_(grad)
+        param.grad = self.bucket_of[param].views[param].add_(grad) if param in self.bucket_of else grad
 
 
 def wrap(

@@ -28,9 +28,9 @@ class NaiveDDP(Replica):
         """Reduce every gradient, one after the other. A rank that did not use a parameter adds zeros to it; one that no
         rank used keeps grad None.
         """
-        used = self.start_agreement([param.grad is not None for param in self.params])()
-        for param, anywhere in zip(self.params, used, strict=True):
-            if not anywhere:
+        used = self.largest([int(param.grad is not None) for param in self.params])
+        for param, used_anywhere in zip(self.params, used, strict=True):
+            if not used_anywhere:
                 continue
             if param.grad is None:
                 param.grad = torch.zeros_like(param)

@@ -48,13 +48,13 @@ class OverlappedDDP(BucketedDDP):
             self._start_complete()
 
     def _start_complete(self) -> None:
-        """Start the buckets that are complete, up to the first that is not."""
-        for bucket in self.buckets:
+        """Start the buckets that are complete, up to the first that is not; the last one is left to `finish`."""
+        for bucket in self.early:
             if bucket.missing:
                 return
             if bucket.work is None:
                 # IDEA: a complete bucket is reduced at once, while backward computes the gradients of earlier layers.
-                bucket.start(self.op, group=self.group, wire=self.wire)
+                self.start(bucket)
 
 
 def wrap(

@@ -10,7 +10,7 @@ here they are looked up anew in every step, since module code may rebind them.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -66,46 +66,33 @@ class Replica:
     def reduce(self, module: nn.Module) -> None:
         """Nothing is reduced for a module by itself: a bucket when it is complete, the rest in `finish`."""
 
-    def start_agreement(self, flags: Sequence[int]) -> Callable[[], list[int]]:
-        """Start one small all-reduce; what it returns waits for it: of the numbers of all ranks, one (0 to 255) a
-        parameter, the largest. What a rank decided alone about a collective would be a hang. The same all-reduce finds
-        out whether all ranks' buffers have one size.
-        """
-        sizes = _digits(sum(buffer.nbytes for buffer in self.buffered.buffers())) if self.buffered else []
-        device = self.params[0].device if self.params else None
-        agreed = torch.tensor([*flags, *sizes], dtype=torch.uint8, device=device)
-        work = comm.all_reduce(agreed, comm.MAX, group=self.group, async_op=True)
-
-        def result() -> list[int]:
-            work.wait()
-            together = agreed.tolist()
-            self.one_size = together[len(flags) :] == sizes
-            return together[: len(flags)]
-
-        return result
-
     def equalize_buffers(self) -> None:
         """Give every buffer the values of the group's rank 0, all in one broadcast of bytes, whatever their dtypes.
 
-        Raises ValueError on every rank where, by the agreement before, ranks have buffers of different sizes.
+        Raises ValueError on every rank where a module has changed the sizes of its buffers, and not alike on all.
         """
         if self.buffered is None or dist.get_world_size(self.group) == 1:
             return
-        if not self.one_size:
-            raise ValueError(
-                "the ranks' buffers have different sizes: a module may rebind them, but alike on every rank"
-            )
         buffers = [buffer.detach() for buffer in self.buffered.buffers()]
+        size = sum(buffer.nbytes for buffer in buffers)
+        largest, smallest = self.largest([size, -size])
+        if largest != -smallest:
+            raise ValueError(
+                f"the ranks' buffers have {-smallest} to {largest} bytes: rebind them to the same sizes on every rank"
+            )
+        if size == 0:
+            return
         packed = torch.cat([_bytes(buffer) for buffer in buffers])
         comm.broadcast(packed, 0, group=self.group)
         if dist.get_rank(self.group) > 0:
             for buffer, part in zip(buffers, packed.split([buffer.nbytes for buffer in buffers]), strict=True):
                 buffer.copy_(part.clone().view(buffer.dtype).view(buffer.shape))
 
-
-def _digits(number: int) -> list[int]:
-    """Bytes whose elementwise maximum over several numbers is each one's own only if all are equal."""
-    return [*number.to_bytes(8), *((1 << 64) - 1 - number).to_bytes(8)]
+    def largest(self, numbers: Sequence[int]) -> list[int]:
+        """Of each of these numbers the largest of all ranks': a decision about a collective is never one rank's own."""
+        together = torch.tensor(numbers, device=self.params[0].device if self.params else None)
+        comm.all_reduce(together, comm.MAX, group=self.group)
+        return together.tolist()
 
 
 def replicate(
