@@ -104,13 +104,12 @@ def version(run: Runtime, show: Demo, name: str) -> list[Tensor]:
     show.claim("without gradient", "the unused one", 1, len(ours) - len(gradients))
     weights, used = sum(value.nbytes for value in ours), sum(grad.nbytes for grad in gradients)
     if name == "naive":
-        n, what, collectives = used, "a gradient", len(gradients)
+        n, what, collectives = used, "a gradient, + 1", len(gradients) + 1
     else:
-        n, what, collectives = weights, "a bucket", len(handle.buckets)
-    show.claim("all_reduces a step", f"{what}, + 1", collectives + 1, calls)
-    last = int(bool((rows < ROWS - SECOND).all()))  # the last bucket waits for a second embedding that has no row here
-    under_way = collectives - last if name == "overlapped" else 0
-    show.claim("started in backward", "all, but one without rows" if under_way else "0", under_way, early)
+        n, what, collectives = weights + 2 * 8 * len(ours), "a bucket", len(handle.buckets)  # notes: 2 a parameter
+    show.claim("all_reduces a step", what, collectives, calls)
+    overlap = name == "overlapped"
+    show.claim("begun in backward", "all but the last" if overlap else "0", collectives - 1 if overlap else 0, early)
     show.traffic("bytes sent a step", "2n(P-1)/P", 2 * n * (run.size - 1) // run.size, sent, calls=calls)
     held = _memory([*model.parameters(), *gradients, *state])
     show.claim("bytes of state", "weights + n + momentum", weights + n + used, held)

@@ -97,7 +97,8 @@ class TrainConfig(_Strict):
 class ParallelConfig(_Strict):
     """Which strategy serves an axis."""
 
-    data: Literal["naive", "bucketed", "overlapped"] = "overlapped"
+    data: Literal["naive", "bucketed", "overlapped"] = "overlapped"  # gradients over dp, in three steps (ddp/)
+    cap: int = 25 << 20  # bytes of a gradient bucket; naive has none
 
 
 @dataclass(frozen=True)
@@ -174,7 +175,7 @@ def check(config: Config, world: int) -> None:
 _POSITIVE = (
     *("mesh.pp", "mesh.dp", "mesh.fsdp", "mesh.cp", "mesh.tp", "mesh.ep"),
     *("model.vocab", "model.layers", "model.width", "model.heads", "model.kv_heads", "model.hidden", "model.rope_base"),
-    *("data.context", "train.steps", "train.batch", "train.microbatches", "train.timeout", "train.eps"),
+    *("parallel.cap", "data.context", "train.steps", "train.batch", "train.microbatches", "train.timeout", "train.eps"),
 )
 _TOO_LARGE = 2**31
 _NOT_NEGATIVE = (

@@ -29,7 +29,8 @@ def parallelize(model: GPT, config: Config, mesh: Mesh, device: torch.device) ->
 
     # 2. The data strategy: it comes last of those that cut, since it allocates what is left.
     wrap = DATA_STRATEGIES[config.parallel.data]
-    handle = wrap(model, mesh.group("data"), average=False, device=device)
+    buckets = {"cap": config.parallel.cap} if wrap is not naive.wrap else {}
+    handle = wrap(model, mesh.group("data"), average=False, device=device, **buckets)
 
     # 3. Initial values: a function of the seed, the name and the box.
     for param in handle.parameters():

@@ -54,6 +54,7 @@ def config(*, train: TrainConfig = SGD, **settings: Any) -> Config:
 WHERE = {
     "dp": (1, 2, 3, 4, 8),
     "data": tuple(DATA_STRATEGIES),
+    "cap": (1000, 25 << 20),
     "microbatches": (1, 3),
 }
 # What is computed.
@@ -282,18 +283,19 @@ def main() -> int:
     """`make parity`: all cases, a line each; 1 if one misses or fails."""
     pool, failed, chosen = Pool(), 0, cases(together=3)
     judge = Judge(pool, documents())
-    print(f"{'share of the error that is allowed':<105}{''.join(f'{kind:>10}' for kind in KINDS)}")
+    width = max(len(each.name) for each in chosen)
+    print(f"{'share of the error that is allowed':<{width}}{''.join(f'{kind:>10}' for kind in KINDS)}")
     for each in chosen:
         try:
             worst = judge.judge(each)
         except Exception as failure:  # the others still run
             failed += 1
-            print(f"{each.name:<105}  failed: {str(failure).strip().splitlines()[-1]}", flush=True)
+            print(f"{each.name:<{width}}  failed: {str(failure).strip().splitlines()[-1]}", flush=True)
             continue
         missed = max(worst.values()) > 1
         failed += missed
         figures = "".join(f"{worst[kind]:>10.4f}" for kind in KINDS)
-        print(f"{each.name:<105}{figures}{'  MISSED' if missed else ''}", flush=True)
+        print(f"{each.name:<{width}}{figures}{'  MISSED' if missed else ''}", flush=True)
     pool.close()
     print(f"{len(chosen) - failed} passed, {failed} failed")
     return 1 if failed else 0

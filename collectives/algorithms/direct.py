@@ -65,16 +65,32 @@ def all_reduce(tensor: Tensor, op: Any, *, group: dist.ProcessGroup) -> Handle:
 
 
 def _reduce_pieces(output: Tensor, pieces: Sequence[Tensor], op: Any, *, rank: int, group: dist.ProcessGroup) -> Handle:
-    peers = [peer for peer in range(len(pieces)) if peer != rank]
-    arrived = list(torch.empty(len(peers), output.numel(), dtype=output.dtype, device=output.device))
-    works = exchange([(pieces[peer], peer) for peer in peers], list(zip(arrived, peers, strict=True)), group=group)
+    arrived = list(torch.empty(len(pieces) - 1, output.numel(), dtype=output.dtype, device=output.device))
     in_order = [*arrived[:rank], pieces[rank], *arrived[rank:]]
+    works = exchange(
+        [(pieces[peer], peer) for peer in _after(rank, len(pieces))],
+        [(in_order[peer], peer) for peer in _before(rank, len(pieces))],
+        group=group,
+    )
     return Handle([works], lambda: _combine(output, in_order, op, scratch=arrived[0] if arrived else output))
 
 
 def _gather_pieces(pieces: Sequence[Tensor], *, rank: int, group: dist.ProcessGroup) -> Handle:
-    peers = [peer for peer in range(len(pieces)) if peer != rank]
-    return exchange([(pieces[rank], peer) for peer in peers], [(pieces[peer], peer) for peer in peers], group=group)
+    return exchange(
+        [(pieces[rank], peer) for peer in _after(rank, len(pieces))],
+        [(pieces[peer], peer) for peer in _before(rank, len(pieces))],
+        group=group,
+    )
+
+
+def _after(rank: int, size: int) -> list[int]:
+    """All other ranks, the next one first: if all began with rank 0, it would have all the traffic at once."""
+    return [(rank + step) % size for step in range(1, size)]
+
+
+def _before(rank: int, size: int) -> list[int]:
+    """All other ranks in the order in which they send to this one."""
+    return [(rank - step) % size for step in range(1, size)]
 
 
 def _combine(output: Tensor, parts: Sequence[Tensor], op: Any, *, scratch: Tensor) -> None:

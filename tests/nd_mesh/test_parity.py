@@ -1,8 +1,13 @@
 """A run does not depend on the mesh: data parallel training against one independent process, in float64."""
 
+from dataclasses import replace
+from unittest import mock
+
 import numpy as np
 import pytest
 
+from collectives import comm
+from collectives.p2p import Handle
 from tests import parity
 
 CASES = parity.cases(together=2)
@@ -25,3 +30,40 @@ def test_the_documents_are_hard():
     _, labels, _, _ = stream.rows(np.arange(stream.samples))
     counts = (labels >= 0).sum(1)
     assert counts.min() == 0 and len(counts.unique()) > 4
+
+
+# -- faults that parity must see ---------------------------------------------------------------------------------------
+
+
+def not_reduced(chosen):
+    """The all_reduces of tensors that `chosen` picks leave every rank its own."""
+    true = comm.all_reduce
+
+    def all_reduce(tensor, *args, **more):
+        return Handle([]) if chosen(tensor) else true(tensor, *args, **more)
+
+    return mock.patch.object(comm, "all_reduce", all_reduce)
+
+
+FAULTS = {
+    "gradients not reduced": lambda: not_reduced(lambda tensor: tensor.is_floating_point() and tensor.numel() > 1),
+    "count not reduced": lambda: not_reduced(lambda tensor: tensor.dim() == 0 and not tensor.is_floating_point()),
+    "a mean for the sum": lambda: mock.patch.object(comm, "SUM", comm.AVG),
+}
+
+
+def faulty(run, fault, cfg, texts):
+    with FAULTS[fault]():
+        return parity.train(run, cfg, texts, 2, equal_bits=False)
+
+
+@pytest.mark.parametrize("data", parity.WHERE["data"])
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_shows(pool, fault, data):
+    cfg, texts = parity.config(dp=2, data=data, cap=1000), parity.documents()
+    ranks = pool.run(2, faulty, fault, cfg, texts)
+    expected = parity.reference(cfg, ranks[0][0], texts, 2)
+    for initial, done in ranks:
+        # What is logged proves nothing, so give it the right count.
+        done = [replace(step, count=right.count) for step, right in zip(done, expected, strict=True)]
+        assert parity.judge(initial, done, expected)["gradient"] > 1e6
