@@ -92,6 +92,24 @@ def test_views_fill_the_buffer_in_order_without_overlap():
     assert bucket.buffer.tolist() == torch.arange(1, 7).repeat_interleave(sizes).tolist()
 
 
+def test_notes_lie_behind_the_views():
+    params = layouts()
+    bucket = Bucket(params, notes=3)
+    for view in bucket.views.values():
+        view.fill_(1)
+    bucket.notes.copy_(torch.tensor([7, 8, 9]))
+    assert bucket.buffer.tolist() == [1] * sum(param.numel() for param in params) + [7, 8, 9]
+    assert Bucket(params).notes.numel() == 0
+
+
+@pytest.mark.parametrize("notes", [0, 4])
+def test_a_bucket_without_parameters_has_room_for_notes_only(notes):
+    bucket = Bucket([], notes=notes, device=torch.device("meta"))
+    assert (bucket.buffer.numel(), bucket.buffer.dtype, bucket.buffer.device.type) == (notes, F32, "meta")
+    assert bucket.notes.numel() == notes and bucket.views == {} and bucket.missing == set()
+    assert Bucket([], notes=notes).buffer.device.type == "cpu"
+
+
 def test_collect_moves_a_gradient_into_its_place():
     """Copied if it is another tensor, in any order in memory; left alone if it is the view."""
     params = layouts()
@@ -123,7 +141,9 @@ def once_round(run, wire):
         assert bucket.used == ({*params} if run.rank else {params[0], params[2]})
         assert bucket.sent.dtype == (wire or torch.float32)
         own += 1000  # autograd's own tensor is free again
-        bucket.finish(used=set(params[1:]))
+        bucket.wait()
+        assert bucket.work is None and all(param.grad is None for param in params)
+        bucket.hand_out(set(params[1:]))
         assert params[0].grad is None and all(param.grad is bucket.views[param] for param in params[1:])
         assert bucket.buffer.tolist() == [
             *[run.size * step] * 2,
@@ -137,3 +157,30 @@ def once_round(run, wire):
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_a_bucket_goes_round(pool, ranks, wire):
     assert pool.run(ranks, once_round, wire) == [True] * ranks
+
+
+def notes_on_the_way(run, dtype, op, wire):
+    """Rank r notes 2^r at place r and 1 at the last, in two steps: what comes back, with the gradient's."""
+    param = nn.Parameter(torch.zeros(2, dtype=dtype))
+    bucket, steps = Bucket([param], notes=run.size + 1), []
+    for _ in range(2):
+        param.grad = torch.tensor([4.0 * run.size, 0], dtype=dtype)
+        bucket.notes.copy_(torch.tensor([2**run.rank * (place == run.rank) for place in range(run.size)] + [1]))
+        bucket.start(op, group=run.world, wire=wire)
+        bucket.wait()
+        bucket.hand_out({param})
+        assert bucket.notes.dtype == param.grad.dtype == dtype
+        steps.append((param.grad.tolist(), bucket.notes.tolist()))
+    return steps
+
+
+@pytest.mark.parametrize("wire", [None, BF16])
+@pytest.mark.parametrize("op", [comm.SUM, comm.AVG])
+@pytest.mark.parametrize("dtype", [F64, F32, BF16, torch.float16])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_notes_travel_with_the_gradients(pool, ranks, dtype, op, wire):
+    """And are reduced as they are."""
+    parts = ranks if op == comm.AVG else 1
+    notes = [2**rank / parts for rank in range(ranks)] + [ranks / parts]
+    step = [4.0 * ranks * ranks / parts, 0], notes
+    assert pool.run(ranks, notes_on_the_way, dtype, op, wire) == [[step] * 2] * ranks

@@ -1,6 +1,7 @@
 """Several backward calls in one step: under no_sync or without it, uneven over the ranks, or broken off."""
 
 import contextlib
+import functools
 
 import pytest
 import torch
@@ -9,77 +10,86 @@ from torch import nn
 from ddp import bucketed, naive, overlapped
 from tests.ddp.versions import each_version, recording
 
-LAUNCHES = {  # elements of the collectives of a step, if one parameter of two elements gets its gradient in four parts
-    "one part, then finish": {"naive": [1, 2], "bucketed": [2, 1], "overlapped": [2, 1]},
-    "every part reaches a bucket": {"naive": [1, 2], "bucketed": [2, 1], "overlapped": [2, 1, 2]},
+WRAPS = {
+    "naive": naive.wrap,
+    "bucketed": functools.partial(bucketed.wrap, cap=1),
+    "overlapped": functools.partial(overlapped.wrap, cap=1),
+    "overlapped, one bucket": overlapped.wrap,
+}
+# Elements of the collectives of a step, if two parameters, of two and of three elements, get gradients in four parts.
+ONCE = {"naive": [2, 2, 3], "bucketed": [3, 2 + 4], "overlapped": [3, 2 + 4], "overlapped, one bucket": [5 + 4]}
+LAUNCHES = {
+    "one part, then finish": ONCE,
+    "every part reaches a bucket": ONCE | {"overlapped": [3, 2 + 4, 3]},
 }
 
 
 def accumulate(run, wrap, covers):
-    """Four microbatches, no_sync around forward, backward or both of all but the last: (gradient, calls)."""
-    weight = nn.Linear(2, 1, bias=False).double()
-    handle = wrap(weight, run.world)
+    """Four microbatches, no_sync around forward, backward or both of all but the last: (gradients, calls)."""
+    model = nn.ModuleList([nn.Linear(2, 1, bias=False), nn.Linear(3, 1, bias=False)]).double()
+    handle = wrap(model, run.world)
     with recording() as calls:
         for micro in range(4):
             quiet = handle.no_sync if micro < 3 else contextlib.nullcontext
             with quiet() if "forward" in covers else contextlib.nullcontext():
-                out = weight(torch.tensor([[1.0, 10.0**micro * (run.rank + 1)]], dtype=torch.float64))
+                x = torch.tensor([[1.0, 10.0**micro * (run.rank + 1), 2.0]], dtype=torch.float64)
+                out = model[0](x[:, :2]) + model[1](x)
                 if covers == "forward, backward":
                     out.sum().backward()
             with quiet() if covers == "backward" else contextlib.nullcontext():
                 if covers != "forward, backward":
                     out.sum().backward()
         handle.finish()
-    return weight.weight.grad, [numel for _, numel in calls]
+    return [param.grad.tolist() for param in model.parameters()], [numel for _, numel in calls]
 
 
 @pytest.mark.parametrize("covers", ["forward, backward", "forward", "backward", "nothing"])
-@pytest.mark.parametrize("version", ["naive", "bucketed", "overlapped"])
+@pytest.mark.parametrize("version", WRAPS)
 def test_no_sync_in_any_place_gives_the_mean_of_the_sums(pool, version, covers):
-    """T15. A gradient is reduced once; without no_sync it is reduced when the first backward has been, and the rest of
-    it in finish: twice, and not four times.
+    """T15. A gradient is reduced once; without no_sync one that is not in the last bucket is reduced when the first
+    backward has been, and the rest of it in finish: twice, and not four times.
     """
-    wrap = {"naive": naive.wrap, "bucketed": bucketed.wrap, "overlapped": overlapped.wrap}[version]
     case = "one part, then finish" if "backward" in covers else "every part reaches a bucket"
-    for grad, calls in pool.run(2, accumulate, wrap, covers):
-        assert grad.tolist() == [[4.0, 1111 * 1.5]]
+    for grads, calls in pool.run(2, accumulate, WRAPS[version], covers):
+        assert grads == [[[4.0, 1111 * 1.5]], [[4.0, 1111 * 1.5, 8.0]]]
         assert calls == LAUNCHES[case][version]
 
 
 def fail_and_go_on(run, wrap):
-    """An exception inside no_sync, then a step as usual."""
-    weight = nn.Linear(1, 1, bias=False).double()
-    handle = wrap(weight, run.world)
+    """An exception inside no_sync, then a step as usual: its gradients, and whether reductions are switched on."""
+    model = nn.Linear(1, 1).double()
+    handle = wrap(model, run.world)
     with pytest.raises(ZeroDivisionError), handle.no_sync():
-        weight(torch.ones(1, 1, dtype=torch.float64)).sum().backward()
+        model(torch.ones(1, 1, dtype=torch.float64)).sum().backward()
         raise ZeroDivisionError
-    weight.zero_grad()
-    weight(torch.full((1, 1), run.rank + 1, dtype=torch.float64)).sum().backward()
+    model.zero_grad()
+    (model(torch.full((1, 1), run.rank + 1, dtype=torch.float64)) * (run.rank + 1)).sum().backward()
     handle.finish()
-    return weight.weight.grad.item(), handle.syncing
+    return model.weight.grad.item(), model.bias.grad.item(), handle.syncing
 
 
 @each_version
 def test_an_exception_inside_no_sync_leaves_nothing_switched_off(pool, wrap):
-    assert pool.run(2, fail_and_go_on, wrap) == [(1.5, True)] * 2
+    assert pool.run(2, fail_and_go_on, wrap) == [(2.5, 1.5, True)] * 2
 
 
 def nested(run, wrap):
     """Three microbatches, the second after the end of a no_sync inside a no_sync: (gradient, collectives before the
     third).
     """
-    weight = nn.Linear(1, 1, bias=False).double()
-    handle = wrap(weight, run.world)
+    model = nn.Sequential(nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)).double()
+    handle = wrap(model, run.world)
+    nn.init.ones_(model[0].weight)
     x = torch.full((1, 1), run.rank + 1, dtype=torch.float64)
     with recording() as calls:
         with handle.no_sync():
             with handle.no_sync():
-                weight(x).backward()
-            weight(10 * x).backward()
+                model(x).backward()
+            model(10 * x).backward()
         early = len(calls)
-        weight(100 * x).backward()
+        model(100 * x).backward()
         handle.finish()
-    return weight.weight.grad.item(), early
+    return model[1].weight.grad.item(), early
 
 
 @each_version
@@ -123,8 +133,8 @@ def test_a_step_after_a_backward_that_raised(pool, wrap):
 
 
 def uneven(run, wrap, microbatches, last_syncs):
-    """This many microbatches on this rank, x = 10^rank in each: gradients of a used and of an unused parameter."""
-    model = nn.ParameterList(nn.Parameter(torch.ones(2, dtype=torch.float64)) for _ in range(2))
+    """This many microbatches on this rank, x = 10^rank in each: gradients of three parameters, the second unused."""
+    model = nn.ParameterList(nn.Parameter(torch.ones(2, dtype=torch.float64)) for _ in range(3))
     handle = wrap(model, run.world, average=False)
     grads = []
     for _ in range(2):
@@ -133,7 +143,7 @@ def uneven(run, wrap, microbatches, last_syncs):
         for number in range(mine):
             last = last_syncs and number == mine - 1
             with contextlib.nullcontext() if last else handle.no_sync():
-                (model[0] * 10.0**run.rank).sum().backward()
+                ((model[0] + model[2]) * 10.0**run.rank).sum().backward()
         handle.finish()
         grads.append([None if param.grad is None else param.grad.tolist() for param in model])
     return grads
@@ -147,18 +157,18 @@ def test_ranks_with_different_numbers_of_microbatches(pool, wrap, microbatches, 
     total = sum(n * 10.0**rank for rank, n in enumerate(microbatches))
     used = [total, total] if total else None
     for grads in pool.run(3, uneven, wrap, microbatches, last_syncs):
-        assert grads == [[used, None]] * 2
+        assert grads == [[used, None, used]] * 2
 
 
 def only_before_the_last(run, wrap):
-    """Layer 0 is used in the first microbatch, under no_sync, and by rank 0 only; layer 1 in the last."""
-    model = nn.ParameterList(nn.Parameter(torch.ones(1, dtype=torch.float64)) for _ in range(3))
+    """Layers 0 and 3 are used in the first microbatch, under no_sync, and by rank 0 only; layer 1 in the last."""
+    model = nn.ParameterList(nn.Parameter(torch.ones(1, dtype=torch.float64)) for _ in range(4))
     handle = wrap(model, run.world)
     grads = []
     for _ in range(2):
         model.zero_grad()
         with handle.no_sync():
-            (model[1] + (model[0] * 6 if run.rank == 0 else 0)).backward()
+            (model[1] + (model[0] * 6 + model[3] * 12 if run.rank == 0 else 0)).backward()
         (model[1] * (run.rank + 1)).backward()
         handle.finish()
         grads.append([None if param.grad is None else param.grad.item() for param in model])
@@ -168,6 +178,6 @@ def only_before_the_last(run, wrap):
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @each_version
 def test_a_parameter_used_only_under_no_sync_is_reduced(pool, wrap, ranks):
-    expected = [6 / ranks, 1 + sum(range(1, ranks + 1)) / ranks, None]
+    expected = [6 / ranks, 1 + sum(range(1, ranks + 1)) / ranks, None, 12 / ranks]
     for steps in pool.run(ranks, only_before_the_last, wrap):
         assert steps == [expected] * 2

@@ -86,7 +86,7 @@ def without_reduction():
 
 
 def without_sum():
-    """The ranks agree on what is used, but every gradient stays what it was."""
+    """Every gradient stays what it was; the naive version's agreement on what is used is right all the same."""
     true = comm.all_reduce
     return mock.patch.object(
         comm, "all_reduce", lambda x, op, **more: true(x, op, **more) if op == comm.MAX else Handle([])
@@ -122,9 +122,9 @@ ROWS = torch.randn(6, WIDTH, generator=torch.Generator().manual_seed(1), dtype=t
 
 
 def equal_sizes(run, wrap, deals_in_forward_order):
-    """The gradients of three layers of equal size, on this rank's rows; some ranks deal parameters in another order."""
+    """The gradients of four layers of equal size, on this rank's rows; some ranks deal parameters in another order."""
     torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3))).double()
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4))).double()
     deal = (lambda params, cap: [[p] for p in params]) if run.rank in deals_in_forward_order else bucketed.deal
     with mock.patch.object(bucketed, "deal", deal):
         handle = wrap(model, run.world, average=False)
@@ -146,11 +146,11 @@ def test_parity_sees_a_wrong_order_of_buckets(pool, wrap, ranks):
             assert all(map(torch.equal, grads, expected)) == right, wrong
 
 
-def counted_too_early(run, wrap, miscounted):
+def counted_too_early(run, cap, miscounted):
     """(gradients, collectives) of a step whose buckets wait for one of their parameters only, on some ranks."""
     torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3))).double()
-    handle = wrap(model, run.world, average=False)
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4))).double()
+    handle = overlapped.wrap(model, run.world, average=False, cap=cap)
     if run.rank in miscounted:
         for bucket in handle.buckets:
             bucket.missing = set(list(bucket.views)[:1])
@@ -160,12 +160,17 @@ def counted_too_early(run, wrap, miscounted):
     return [param.grad.clone() for param in model.parameters()], [numel for _, numel in calls]
 
 
+@pytest.mark.parametrize(("layers", "right", "early"), [(3, "ooo o", "ooo o o o"), (4, "oooo", "oooo")])
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_a_bucket_that_starts_too_early_costs_collectives_and_no_bit(pool, ranks):
-    """What comes after its bucket has started is added in finish: right, but the schedule shows it."""
+def test_a_bucket_that_starts_too_early_costs_collectives_and_no_bit(pool, ranks, layers, right, early):
+    """What comes after its bucket has started is added in finish: right, but the schedule shows it. The last bucket
+    waits for finish, however it counts.
+    """
     n = WIDTH * WIDTH
-    for miscounted, expected in ((), [3 * n, 3]), ((ranks - 1,), [3 * n, 3, n, n]):
-        grads, calls = zip(*pool.run(ranks, counted_too_early, overlapped.wrap, miscounted), strict=True)
+    for miscounted, picture in ((), right), ((ranks - 1,), early):
+        expected = [n * len(word) for word in picture.split()]
+        expected[right.count(" ")] += 2 * 4  # notes
+        grads, calls = zip(*pool.run(ranks, counted_too_early, layers * 8 * n, miscounted), strict=True)
         true = pool.run(ranks, equal_sizes, naive.wrap, ())
         assert all(
             torch.equal(a, b) for mine, other in zip(grads, true, strict=True) for a, b in zip(mine, other, strict=True)

@@ -37,9 +37,11 @@ def test_a_parameter_named_twice_is_reduced_once(pool, wrap):
 
 
 def two_groups(run, wrap):
-    """Dense parameters over all ranks, the expert's over every second: gradients, and values, of both."""
+    """Dense parameters over all ranks, the expert's over every second: gradients, and values, of both, with the biases'
+    before the weights'.
+    """
     torch.manual_seed(run.rank)
-    model = nn.ModuleDict({"dense": nn.Linear(1, 1, bias=False), "expert": nn.Linear(1, 1, bias=False)}).double()
+    model = nn.ModuleDict({"dense": nn.Linear(1, 1), "expert": nn.Linear(1, 1)}).double()
     pairs = [run.new_group([0, 2]), run.new_group([1, 3])]
     handles = [
         wrap(model, run.world, params=list(model["dense"].parameters()), average=False),
@@ -49,30 +51,36 @@ def two_groups(run, wrap):
     (model["dense"](x) + model["expert"](x)).sum().backward()
     for handle in handles:
         handle.finish()
-    return [(p.grad.item(), p.item()) for p in model.parameters()]
+    biases, weights = (
+        [(p.grad.item(), p.item()) for name, p in model.named_parameters() if name.endswith(kind)]
+        for kind in ("bias", "weight")
+    )
+    return biases, weights
 
 
 @each_version
 def test_two_groups_of_parameters_of_one_module(pool, wrap):
-    results = pool.run(4, two_groups, wrap)
-    assert [dense for (dense, _), _ in results] == [1111.0] * 4
-    assert [expert for _, (expert, _) in results] == [101.0, 1010.0] * 2
-    assert len({value for (_, value), _ in results}) == 1
-    values = [value for _, (_, value) in results]
-    assert values == values[:2] * 2 and values[0] != values[1]
+    biases, weights = zip(*pool.run(4, two_groups, wrap), strict=True)
+    assert [grad for (grad, _), _ in weights] == [1111.0] * 4
+    assert [grad for _, (grad, _) in weights] == [101.0, 1010.0] * 2
+    assert [(dense, expert) for (dense, _), (expert, _) in biases] == [(4.0, 2.0)] * 4
+    for tensors in (biases, weights):
+        assert len({value for (_, value), _ in tensors}) == 1
+        values = [value for _, (_, value) in tensors]
+        assert values == values[:2] * 2 and values[0] != values[1]
 
 
 def reduce_in_group(run, wrap, ranks):
-    """A step over some of the ranks: (gradient, value before) here, None on the others."""
+    """A step over some of the ranks: (gradients, value before) here, None on the others."""
     torch.manual_seed(run.rank)
     group = run.new_group(ranks)
     if group is None:
         return None
-    model = nn.Linear(1, 1, bias=False).double()
+    model = nn.Linear(1, 1).double()
     handle = wrap(model, group, average=False)
     model(torch.full((1, 1), 10.0**run.rank, dtype=torch.float64)).sum().backward()
     handle.finish()
-    return model.weight.grad.item(), model.weight.item()
+    return model.weight.grad.item(), model.bias.grad.item(), model.weight.item()
 
 
 @pytest.mark.parametrize("members", [[2, 3], [1, 3], [0, 1, 3]])
@@ -81,9 +89,9 @@ def test_sums_over_the_members_only(pool, wrap, members):
     """T06."""
     results = pool.run(4, reduce_in_group, wrap, members)
     torch.manual_seed(members[0])
-    weight = nn.Linear(1, 1, bias=False).double().weight.item()
+    weight, total = nn.Linear(1, 1).double().weight.item(), sum(10.0**member for member in members)
     for rank, result in enumerate(results):
-        assert result == ((sum(10.0**member for member in members), weight) if rank in members else None)
+        assert result == ((total, len(members), weight) if rank in members else None)
 
 
 def mixed_model():

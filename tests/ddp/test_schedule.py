@@ -58,22 +58,26 @@ def steps_of(run, wrap, make, orders, quiet=0):
 
 
 def picture(text):
-    """A schedule as it is typed: numbers are collectives of this many elements, `b3` is backward reaching layer 3."""
+    """A schedule as it is typed: numbers are collectives of this many elements, `1+8` of 1 and 8 notes, `b3` is
+    backward reaching layer 3.
+    """
     words = [f"back in {word[1:]}" if word.startswith("b") else word for word in text.split()]
-    return [int(word) if word.isdigit() else word for word in words]
+    return [sum(map(int, word.split("+"))) if word[0].isdigit() else word for word in words]
 
 
-SCHEDULES = {  # four layers of 8, 16, 24 and 32 bytes; backward reaches the last first; the agreement has 4 elements
+# Four layers of 8, 16, 24 and 32 bytes; backward reaches the last first. The naive version agrees on 4 numbers, one a
+# parameter; the others' last bucket has 2 notes a parameter.
+SCHEDULES = {
     ("naive", None): "b3 b2 b1 b0 finish 4 1 2 3 4",
-    ("bucketed", 1): "b3 b2 b1 b0 finish 4 3 2 1 4",
-    ("bucketed", 16): "b3 b2 b1 b0 finish 4 3 2 1 4",
-    ("bucketed", 24): "b3 b2 b1 b0 finish 4 3 3 4",
-    ("bucketed", MB): "b3 b2 b1 b0 finish 10 4",
-    ("overlapped", 1): "b3 4 b2 3 b1 2 b0 1 finish 4",
-    ("overlapped", 16): "b3 4 b2 3 b1 2 b0 1 finish 4",
-    ("overlapped", 24): "b3 4 b2 3 b1 b0 3 finish 4",
-    ("overlapped", 56): "b3 b2 7 b1 b0 3 finish 4",
-    ("overlapped", MB): "b3 b2 b1 b0 10 finish 4",
+    ("bucketed", 1): "b3 b2 b1 b0 finish 4 3 2 1+8",
+    ("bucketed", 16): "b3 b2 b1 b0 finish 4 3 2 1+8",
+    ("bucketed", 24): "b3 b2 b1 b0 finish 4 3 3+8",
+    ("bucketed", MB): "b3 b2 b1 b0 finish 10+8",
+    ("overlapped", 1): "b3 4 b2 3 b1 2 b0 finish 1+8",
+    ("overlapped", 16): "b3 4 b2 3 b1 2 b0 finish 1+8",
+    ("overlapped", 24): "b3 4 b2 3 b1 b0 finish 3+8",
+    ("overlapped", 56): "b3 b2 7 b1 b0 finish 3+8",
+    ("overlapped", MB): "b3 b2 b1 b0 finish 10+8",
 }
 
 
@@ -84,7 +88,9 @@ def capped(version, cap):
 @pytest.mark.parametrize(("version", "cap"), SCHEDULES)
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_launches(pool, ranks, version, cap):
-    """bucketed starts in finish; overlapped as soon as a bucket is complete, the first long before backward ends."""
+    """bucketed starts in finish; overlapped as soon as a bucket is complete, the first long before backward ends, the
+    last in finish.
+    """
     orders = [(0, 1, 2, 3)] * ranks
     for steps, _ in pool.run(ranks, steps_of, capped(version, cap), Chain, orders):
         assert steps == [picture(SCHEDULES[version, cap])] * 2
@@ -99,7 +105,7 @@ def test_nothing_starts_under_no_sync(pool, version, cap):
 
 
 mixed = functools.partial(Chain, (1, 3, 1000, 7), (F32, F32, BF16, F32))
-MIXED = {1: "7 1000 3 1", 16: "7 1000 4", MB: "1000 11"}
+MIXED = {1: "7 1000 3 1+8", 16: "7 1000 4+8", MB: "1000 11+8"}
 
 
 @pytest.mark.parametrize("cap", MIXED)
@@ -112,17 +118,17 @@ def test_launches_of_several_dtypes(pool, version, cap):
         assert all(map(torch.equal, grads, expected))
         for step in steps:
             collectives = [event for event in step if not isinstance(event, str)]
-            assert collectives == [*picture(MIXED[cap]), 4]
+            assert collectives == picture(MIXED[cap])
 
 
 def test_every_rank_starts_in_the_same_order_whatever_its_backward_reaches_first(pool):
     """A bucket that is complete early waits for those before it; what a rank never uses, finish starts."""
     orders = [(0, 1, 2, 3), (3, 2, 1, 0), (2, 0, 3, 1), (1, 3)]
     expected = [
-        "b3 4 b2 3 b1 2 b0 1 finish 4",
-        "b0 b1 b2 b3 4 3 2 1 finish 4",
-        "b1 b3 4 b0 b2 3 2 1 finish 4",
-        "b3 4 b1 finish 3 2 1 4",
+        "b3 4 b2 3 b1 2 b0 finish 1+8",
+        "b0 b1 b2 b3 4 3 2 finish 1+8",
+        "b1 b3 4 b0 b2 3 2 finish 1+8",
+        "b3 4 b1 finish 3 2 1+8",
     ]
     results = pool.run(4, steps_of, functools.partial(overlapped.wrap, cap=1), Chain, orders)
     true = pool.run(4, steps_of, naive.wrap, Chain, orders)
@@ -158,8 +164,8 @@ def first_step(run, used):
 def test_the_first_step_with_an_unused_parameter_is_right(pool):
     """No rank waits for a bucket that another cannot fill, and none has yet seen what is used."""
     (first, grads), (second, theirs) = pool.run(2, first_step, [(0, 1, 2), (0, 1)])
-    assert first == picture("finish 4 3 2 1 4")
-    assert second == picture("finish 4 3 2 1 4")
+    assert first == picture("finish 4 3 2 1+8")
+    assert second == picture("finish 4 3 2 1+8")
     assert grads[3] is None and theirs[3] is None
     assert all(torch.equal(a, b) for a, b in zip(grads[:3], theirs[:3], strict=True))
 
@@ -200,15 +206,19 @@ def traffic_of(run, wrap, members):
 
 SIZES = [120_000, 400, 400, 400, 80_400]  # of the parameters, in the order of the module
 BUFFERS = 2 * 400 * 8 + 8  # bytes
-AGREED = 5 + 16  # a byte a parameter, and the size of the buffers
-STEP = {"naive": [AGREED, *SIZES], "bucketed": [sum(SIZES), AGREED], "1 byte": [*reversed(SIZES), AGREED]}
+NOTES = 2 * 5  # in the last bucket
+STEP = {  # the elements of a step's all_reduces; the last is on the size of the buffers
+    "naive": [5, *SIZES, 2],
+    "bucketed": [sum(SIZES) + NOTES, 2],
+    "1 byte": [*reversed(SIZES[1:]), SIZES[0] + NOTES, 2],
+}
 
 
 @pytest.mark.parametrize(("ranks", "members"), [(2, [0, 1]), (3, [0, 1, 2]), (4, [0, 1, 2, 3]), (4, [1, 3])])
 @pytest.mark.parametrize("version", ["naive", "bucketed", "overlapped", "1 byte"])
 def test_traffic(pool, version, ranks, members):
-    """wrap: one broadcast a tensor, as bytes. A step: an agreement, the gradients, once, and all buffers in one
-    broadcast.
+    """wrap: one broadcast a tensor, as bytes. A step: the gradients, once, what the ranks agree on, and all buffers in
+    one broadcast.
     """
     size, n = len(members), 8 * sum(SIZES)
     wrap = PLAIN.get(version) or functools.partial(overlapped.wrap, cap=1)

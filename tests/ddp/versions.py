@@ -5,6 +5,8 @@ import functools
 from unittest import mock
 
 import pytest
+import torch
+from torch import nn
 
 from collectives import comm
 from ddp import bucketed, naive, overlapped
@@ -58,3 +60,18 @@ def storage_bytes(tensors):
     """Bytes of the storages behind these tensors, each counted once."""
     storages = [tensor.untyped_storage() for tensor in tensors]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+def vectors(text, dtype=torch.float64):
+    """A parameter of this many ones for each number."""
+    return nn.ParameterList(nn.Parameter(torch.ones(int(n), dtype=dtype)) for n in text.split())
+
+
+def gradients(params):
+    """Numbers of each gradient, or None."""
+    return [None if param.grad is None else param.grad.tolist() for param in params]
+
+
+def elements(calls):
+    """The elements of the collectives, and the marks between them, as text."""
+    return " ".join(call if isinstance(call, str) else str(call[1]) for call in calls)
