@@ -35,7 +35,7 @@ def test_late_gradients_of_equal_size_are_not_mixed(pool, wrap, ranks):
 
 
 def newly_used(run, wrap):
-    """The middle parameter is used in the second step only, when its bucket is no longer waited for; bf16 on the wire."""
+    """The middle parameter is used in the second step only, when no bucket waits for it."""
     model = nn.ParameterList(nn.Parameter(torch.ones(50)) for _ in range(3))
     handle = wrap(model, run.world, average=False)
     numbers = torch.randn(50, generator=torch.Generator().manual_seed(run.rank))
