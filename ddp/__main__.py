@@ -10,6 +10,7 @@ float64, SGD with momentum.
 
 import copy
 import hashlib
+import math
 import sys
 from collections.abc import Iterable, Sequence
 from unittest import mock
@@ -136,12 +137,14 @@ def _gradients(model: nn.Module) -> list[Tensor]:
 
 
 def _error(ours: Iterable[Tensor], expected: Iterable[Tensor], scale: Iterable[Tensor]) -> float:
-    """The largest error of any tensor, each as a share of its largest entry in `scale`; absolute where that is zero."""
-    largest = [
+    """The largest error of any tensor, each as a share of its largest entry in `scale`; absolute where that is zero.
+    Infinite where anything is not a number: max(0.0, nan) is 0.0.
+    """
+    errors = [
         float((a - b).abs().max()) / (float(s.abs().max()) or 1.0)
         for a, b, s in zip(ours, expected, scale, strict=True)
     ]
-    return max(largest)
+    return max(errors) if all(map(math.isfinite, errors)) else math.inf
 
 
 def _memory(tensors: Sequence[Tensor]) -> int:

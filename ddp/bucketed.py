@@ -22,6 +22,7 @@ from collectives.flat import Bucket, deal
 from ddp.replicas import Replica, replicate
 
 CAP = 25 << 20  # bytes of a bucket, as in PyTorch
+WIRES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 class BucketedDDP(Replica):
@@ -73,7 +74,7 @@ class BucketedDDP(Replica):
         for bucket in self.buckets:
             bucket.wait()
         used, outside = self._read_notes()
-        late = {param: param.grad for param in outside}
+        late = {param: param.grad for param in self.params if param in outside}  # a set's order is each rank's own
         for bucket in self.buckets:
             bucket.hand_out(used)
         for param, grad in late.items():
@@ -103,8 +104,9 @@ class BucketedDDP(Replica):
         started, or that of a parameter which has no bucket, since it was frozen.
         """
         grad = torch.zeros_like(param) if grad is None else grad
-        comm.all_reduce(grad, self.op, group=self.group, ordered=True)
-        param.grad = self.bucket_of[param].views[param].add_(grad) if param in self.bucket_of else grad
+        sent = grad if self.wire is None else grad.to(self.wire)
+        comm.all_reduce(sent, self.op, group=self.group, ordered=True)
+        param.grad = self.bucket_of[param].views[param].add_(sent) if param in self.bucket_of else sent.to(grad.dtype)
 
 
 def wrap(
@@ -137,4 +139,6 @@ def build(
     """What wrap does, for this handle and the ones made from it."""
     if settings["cap"] < 1:
         raise ValueError(f"a bucket of cap={settings['cap']} bytes holds nothing: give it at least 1")
+    if settings["wire"] not in (None, *WIRES):
+        raise ValueError(f"wire={settings['wire']} cannot carry sums of gradients: use one of {WIRES}, or None")
     return version(*replicate(module, group, params=params, device=device, **settings), group, **settings)

@@ -10,6 +10,7 @@ here they are looked up anew in every step, since module code may rebind them.
 """
 
 import contextlib
+import hashlib
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -69,18 +70,19 @@ class Replica:
     def equalize_buffers(self) -> None:
         """Give every buffer the values of the group's rank 0, all in one broadcast of bytes, whatever their dtypes.
 
-        Raises ValueError on every rank where a module has changed the sizes of its buffers, and not alike on all.
+        Raises ValueError on every rank where a module has changed the names, shapes or dtypes of its buffers, and not
+        alike on all.
         """
         if self.buffered is None or dist.get_world_size(self.group) == 1:
             return
-        buffers = [buffer.detach() for buffer in self.buffered.buffers()]
-        size = sum(buffer.nbytes for buffer in buffers)
-        largest, smallest = self.largest([size, -size])
+        named = dict(self.buffered.named_buffers())
+        kinds = {name: f"{list(buffer.shape)} {_dtype_name(buffer.dtype)}" for name, buffer in named.items()}
+        digest = int.from_bytes(hashlib.sha256(repr(kinds).encode()).digest()[:7])  # an int64, and so is its negative
+        largest, smallest = self.largest([digest, -digest])
         if largest != -smallest:
-            raise ValueError(
-                f"the ranks' buffers have {-smallest} to {largest} bytes: rebind them to the same sizes on every rank"
-            )
-        if size == 0:
+            _compare_tensors("buffers", kinds, self.group, "rebind them to the same shapes and dtypes on every rank")
+        buffers = [buffer.detach() for buffer in named.values()]
+        if sum(buffer.nbytes for buffer in buffers) == 0:
             return
         packed = torch.cat([_bytes(buffer) for buffer in buffers])
         comm.broadcast(packed, 0, group=self.group)
@@ -131,7 +133,11 @@ def _description(tensor: Tensor) -> str:
     order = "" if tensor.is_contiguous() else f" with strides {tensor.stride()}"
     where = " on meta" if tensor.is_meta else ""
     frozen = " frozen" if isinstance(tensor, nn.Parameter) and not tensor.requires_grad else ""
-    return f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}{order}{where}{frozen}"
+    return f"{list(tensor.shape)} {_dtype_name(tensor.dtype)}{order}{where}{frozen}"
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _compare(settings: dict[str, object], mine: dict[str, str], group: dist.ProcessGroup) -> None:
@@ -139,23 +145,28 @@ def _compare(settings: dict[str, object], mine: dict[str, str], group: dist.Proc
     0.
     """
     told = ", ".join(f"{name}={value}" for name, value in settings.items())
-    everyone = comm.all_gather_object((told, list(mine.items())), group=group)
+    everyone = comm.all_gather_object(told, group=group)
     ranks = dist.get_process_group_ranks(group)
-    for rank, (other, _) in zip(ranks, everyone, strict=True):
-        if other != everyone[0][0]:
+    for rank, other in zip(ranks, everyone, strict=True):
+        if other != everyone[0]:
             raise ValueError(
-                f"wrap was called with {everyone[0][0]} on rank {ranks[0]}, with {other} on rank {rank}; give the same "
+                f"wrap was called with {everyone[0]} on rank {ranks[0]}, with {other} on rank {rank}; give the same "
                 "on every rank"
             )
-    everyone = [table for _, table in everyone]
+    _compare_tensors("models", mine, group, "build the same model on every rank")
+
+
+def _compare_tensors(what: str, mine: dict[str, str], group: dist.ProcessGroup, remedy: str) -> None:
+    everyone = comm.all_gather_object(list(mine.items()), group=group)
+    ranks = dist.get_process_group_ranks(group)
     nothing = ("nothing",)
     for i in range(max(map(len, everyone))):
         first, *others = [table[i] if i < len(table) else nothing for table in everyone]
         for rank, other in zip(ranks[1:], others, strict=True):
             if other != first:
                 raise ValueError(
-                    f"the models differ: tensor {i} is {' '.join(first)} on rank {ranks[0]}, {' '.join(other)} on rank "
-                    f"{rank}; build the same model on every rank"
+                    f"the {what} differ: tensor {i} is {' '.join(first)} on rank {ranks[0]}, {' '.join(other)} on rank "
+                    f"{rank}; {remedy}"
                 )
 
 
@@ -173,7 +184,8 @@ def _check(module: nn.Module, tensors: dict[str, Tensor]) -> None:
 
 
 def _sparse(module: nn.Module) -> list[str]:
-    return [name for name, part in module.named_modules() if getattr(part, "sparse", False)]
+    lookups = (nn.Embedding, nn.EmbeddingBag)
+    return [name for name, part in module.named_modules() if isinstance(part, lookups) and part.sparse]
 
 
 def _broadcast(tensor: Tensor, group: dist.ProcessGroup) -> None:

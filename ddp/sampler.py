@@ -79,8 +79,8 @@ class Sampler:
         """
         if not 0 <= taken <= len(self):
             raise ValueError(f"taken={taken} must be from 0 to the {len(self)} samples that are left of this epoch")
-        epoch, _ = divmod(self.position, self.length)
-        return self.position + taken * self.size if taken < len(self) else (epoch + 1) * self.length
+        end = (self.position // self.length + 1) * self.length  # beyond it is padding, not the next epoch
+        return min(self.position + taken * self.size, end) if taken < len(self) else end
 
     def __len__(self) -> int:
         """Samples that are left of this epoch for each rank, the same on all of them."""

@@ -1,7 +1,10 @@
 """The folder of a run: who may write into it, and how nothing that an earlier run wrote is lost."""
 
+import contextlib
+import fcntl
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 from nd_mesh import durable, saved
@@ -23,11 +26,34 @@ def check(out: Path) -> None:
         raise ConfigError(f"train.out={out} cannot be written: {written} is not a folder that we may change")
 
 
+@contextlib.contextmanager
+def held(out: Path) -> Iterator[None]:
+    """Meanwhile this process alone writes into the run's folder `out`, wherever it is moved. Raises ConfigError if
+    another does. The lock is the system's, so a job that was killed holds none; where there are no locks, nobody does.
+    """
+    descriptor = os.open(out, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise ConfigError(
+            f"train.out={out} belongs to a run that has not ended (its manifest.json says which): wait for it, or name "
+            "another folder"
+        ) from None
+    except OSError:
+        pass
+    try:
+        yield
+    finally:
+        os.close(descriptor)
+
+
 def begin(out: Path) -> None:
-    """Make the folder of a new run. An earlier run's is moved aside, to out.1, out.2, …"""
+    """Make the folder of a new run. An earlier run's is moved aside, to out.1, out.2, …, if that run has ended."""
     with durable.naming(out):
         if (out / "metrics.jsonl").exists():
-            out.rename(durable.free_name(out))
+            with held(out):
+                out.rename(durable.free_name(out))
         out.mkdir(parents=True, exist_ok=True)
 
 

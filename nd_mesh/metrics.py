@@ -4,6 +4,7 @@ bigram baseline.
 
 import contextlib
 import json
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -51,13 +52,18 @@ class Report:
         )
         self.task = self.progress.add_task("", total=steps)
         self.seconds = 0.0
+        self.held = contextlib.ExitStack()  # the folder; given back at the end, however the run ends
+        weakref.finalize(self, self.held.close)
 
     def open(self, manifest: dict[str, Any], *, going_on: bool) -> None:
-        """On rank 0: make the folder, or go on in it after step `first`, and write what the run is. Raises OSError."""
+        """On rank 0: make the folder, or go on in it after step `first`, and write what the run is. Raises OSError, and
+        ConfigError if another run writes into the folder.
+        """
+        if not going_on:
+            folder.begin(self.out)
+        self.held.enter_context(folder.held(self.out))
         if going_on:
             folder.go_on(self.out, self.first)
-        else:
-            folder.begin(self.out)
         with durable.naming(self.out / "metrics.jsonl"):
             (self.out / "metrics.jsonl").touch()  # the mark of a run's folder, so it is there first
         durable.write(self.out / "manifest.json", json.dumps(manifest, indent=1))
@@ -97,7 +103,8 @@ class Report:
                 path.write_text(text)
 
     def close(self) -> None:
-        """Draw the curve where matplotlib is installed."""
+        """Draw the curve where matplotlib is installed, and give the folder back."""
+        self.held.close()
         if not self.shown:
             return
         try:

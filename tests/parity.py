@@ -250,10 +250,9 @@ def judge(initial: dict[str, Tensor], ours: list[Any], reference: list[Any]) -> 
             expected.lr,
         )
         assert step.grads.keys() == expected.grads.keys()
-        worst["loss"] = max(worst["loss"], abs(step.loss - expected.loss) / (1e-13 * max(expected.loss, 1)))
-        worst["norm"] = max(
-            worst["norm"], abs(step.grad_norm - expected.grad_norm) / (1e-13 * max(expected.grad_norm, 1e-300))
-        )
+        loss, norm = (torch.tensor(x) for x in (step.loss - expected.loss, step.grad_norm - expected.grad_norm))
+        worst["loss"] = max(worst["loss"], _share(loss, 1e-13 * max(expected.loss, 1)))
+        worst["norm"] = max(worst["norm"], _share(norm, 1e-13 * max(expected.grad_norm, 1e-300)))
         largest = max(float(grad.abs().max()) for grad in expected.grads.values())
         for name, grad in expected.grads.items():
             allowed = 1e-12 * float(grad.abs().max()) + 1e-14 * largest
@@ -273,7 +272,7 @@ def _share(error: Tensor, allowed: float) -> float:
     largest = float(error.abs().max())
     if largest == 0:
         return 0.0
-    return largest / allowed if allowed else math.inf
+    return largest / allowed if allowed and math.isfinite(largest) else math.inf  # max(0.0, nan) is 0.0
 
 
 KINDS = ("loss", "norm", "gradient", "update", "resumed")

@@ -7,6 +7,7 @@ from torch import nn
 from collectives import comm, p2p
 from ddp import bucketed, naive, overlapped
 from tests import passthrough
+from tests.ddp.training import furthest
 
 WRAPS = [naive.wrap, bucketed.wrap, overlapped.wrap]
 SHARES = {1: [5], 2: [4, 1], 3: [2, 0, 3], 4: [1, 2, 0, 4]}  # rows of each rank
@@ -69,11 +70,10 @@ def worst(ours, expected):
                 assert grads[name] is None and torch.equal(values[name], before[name])
                 continue
             allowed = 1e-12 * float(true.abs().max()) + 1e-14 * largest
-            share = max(share, float((grads[name] - true).abs().max()) / allowed)
+            share = max(share, furthest(grads[name], true) / allowed)
             moved, size = (float(x.abs().max()) for x in (true_values[name] - before[name], true_values[name]))
             assert moved > 1e-4 * size, f"{name} moves too little to judge its update"
-            error = float((values[name] - true_values[name]).abs().max())
-            share = max(share, error / (1e-10 * moved + 4 * ULP * size))
+            share = max(share, furthest(values[name], true_values[name]) / (1e-10 * moved + 4 * ULP * size))
         before = true_values
     return share
 

@@ -218,3 +218,25 @@ def test_settings_that_differ_are_refused_on_every_rank(pool, odd, told):
     told = told.replace("cap=100", f"cap={bucketed.CAP}")
     message = f"wrap was called with {usual} on rank 0, with {told} on rank 1; give the same on every rank"
     assert pool.run(3, wrapped_otherwise, odd, timeout=SECONDS) == [message] * 3
+
+
+def wire_of(run, dtype):
+    with pytest.raises(ValueError, match=f"wire={dtype} cannot carry sums of gradients"):
+        overlapped.wrap(base(), run.world, wire=dtype, average=False)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn, torch.complex64])
+def test_a_wire_that_cannot_carry_a_sum_is_refused(pool, dtype):
+    pool.run(2, wire_of, dtype, timeout=SECONDS)
+
+
+def something_sparse(run):
+    """An attribute of that name is no sparse gradient."""
+    model = base()
+    model.part = nn.Linear(2, 2)
+    model.part.sparse = True
+    naive.wrap(model, run.world)
+
+
+def test_an_attribute_called_sparse_is_not_refused(pool):
+    pool.run(2, something_sparse, timeout=SECONDS)

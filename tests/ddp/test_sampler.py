@@ -220,3 +220,10 @@ def test_as_many_as_torchs_and_together_the_same_samples(length, size, drop, shu
             assert list(mine) == list(other)
     assert len(set().union(*ours)) == len(set().union(*theirs)) == (length // size * size if drop else length)
     assert sum(map(len, ours)) == size * (length // size if drop else math.ceil(length / size))
+
+
+def test_a_position_inside_the_padding_is_the_next_epochs_first():
+    """A batch may be stopped in the middle; nothing of the next epoch has been read."""
+    sampler = Sampler(10, 0, 1, batch=8, tail="pad")
+    assert [sampler.after(taken) for taken in (8, 9, 10, 12, 16)] == [8, 9, 10, 10, 10]
+    assert [sampler.at(10).after(taken) for taken in (9, 12, 16)] == [19, 20, 20]

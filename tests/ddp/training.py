@@ -4,6 +4,7 @@ are.
 
 import contextlib
 import functools
+import math
 
 import torch
 from torch import nn
@@ -100,13 +101,17 @@ def worst(ours, expected, initial):
                 assert grads[name] is None and torch.equal(values[name], initial[name])
                 continue
             mine = torch.zeros_like(grad) if grads[name] is None else grads[name]
-            share = max(share, float((mine - grad).abs().max()) / (1e-12 * float(grad.abs().max()) + 1e-14 * largest))
+            share = max(share, furthest(mine, grad) / (1e-12 * float(grad.abs().max()) + 1e-14 * largest))
             moved, size = (float(x.abs().max()) for x in (expected_values[name] - before[name], expected_values[name]))
             assert moved > 1e-4 * size, f"{name} moves too little to judge its update"
-            error = float((values[name] - expected_values[name]).abs().max())
-            share = max(share, error / (1e-10 * moved + 4 * ULP * size))
+            share = max(share, furthest(values[name], expected_values[name]) / (1e-10 * moved + 4 * ULP * size))
         before = expected_values
     return share
+
+
+def furthest(ours, expected):
+    """The largest difference; infinite where one is not a number, since max(0.0, nan) is 0.0."""
+    return float((ours - expected).abs().nan_to_num(nan=math.inf, posinf=math.inf).max())
 
 
 def judged(pool, ranks, wrap, average, *, microbatches=1, change=contextlib.nullcontext):

@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from nd_mesh import folder
+from nd_mesh import folder, metrics
+from nd_mesh.config import ConfigError
 
 
 def run_folder(out, steps, torn=b""):
@@ -36,3 +37,17 @@ def test_again(tmp_path):
         folder.go_on(tmp_path / "run", step)
     kept = [(tmp_path / "run" / name / "metrics.jsonl").read_bytes() for name in ("", "tail.3", "tail.2", "tail.1")]
     assert b"".join(kept) == records and kept[0].count(b"\n") == 2
+
+
+@pytest.mark.parametrize("going_on", [False, True])
+def test_two_runs_in_one_folder_are_refused(tmp_path, going_on):
+    """T131: the second neither moves the first's folder aside nor writes into it; when the first has gone it may."""
+    first, second = (metrics.Report(tmp_path / "run", 9, shown=True) for _ in range(2))
+    first.open({}, going_on=False)
+    with pytest.raises(ConfigError, match="belongs to a run that has not ended"):
+        second.open({}, going_on=going_on)
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+    del first  # as when it failed; a killed one too
+    second.open({}, going_on=going_on)
+    with pytest.raises(ConfigError, match="belongs to a run"):
+        metrics.Report(tmp_path / "run", 9, shown=True).open({}, going_on=False)

@@ -5,6 +5,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
+import torch
 
 from collectives import comm
 from collectives.p2p import Handle
@@ -67,3 +68,14 @@ def test_a_fault_shows(pool, fault, data):
         # What is logged proves nothing, so give it the right count.
         done = [replace(step, count=right.count) for step, right in zip(done, expected, strict=True)]
         assert parity.judge(initial, done, expected)["gradient"] > 1e6
+
+
+@pytest.mark.parametrize("what", ["loss", "norm", "gradient", "update"])
+def test_what_is_not_a_number_is_a_miss(what):
+    """max(0.0, nan) is 0.0: a judge that takes the largest error must say so by itself."""
+    right = parity.Step(1.0, 1, 1.0, {"w": torch.ones(2)}, {"w": torch.tensor([2.0, 3.0])}, 0.1)
+    nan, tensor = float("nan"), {"w": torch.tensor([1.0, float("nan")])}
+    fields = {"loss": {"loss": nan}, "norm": {"grad_norm": nan}, "gradient": {"grads": tensor}}
+    ours = replace(right, **fields.get(what, {"params": tensor}))
+    worst = parity.judge({"w": torch.zeros(2)}, [ours], [right])
+    assert [kind for kind, share in worst.items() if share > 1] == [what]
