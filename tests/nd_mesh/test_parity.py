@@ -66,8 +66,8 @@ def test_a_fault_shows(pool, fault, data):
     expected = parity.reference(cfg, ranks[0][0], texts, 2)
     for initial, done in ranks:
         # What is logged proves nothing, so give it the right count.
-        done = [replace(step, count=right.count) for step, right in zip(done, expected, strict=True)]
-        assert parity.judge(initial, done, expected)["gradient"] > 1e6
+        counted = [replace(step, count=right.count) for step, right in zip(done, expected, strict=True)]
+        assert parity.judge(initial, counted, expected)["gradient"] > 1e6
 
 
 @pytest.mark.parametrize("what", ["loss", "norm", "gradient", "update"])
