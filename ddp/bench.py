@@ -6,7 +6,9 @@
 The model is nd_mesh's GPT with 4.6 million parameters, float32; a step is zero_grad, forward, backward, reduction,
 fused AdamW, on 2 rows of 128 tokens a rank. Every competitor has replicas of its own. "No communication" is what the
 ranks would need if they did not have to agree: the floor. The second case counts the memory of a whole life, wrap and
-two steps with SGD, of which the weights are not counted and everything else is.
+two steps with SGD, of which the weights are not counted and everything else is. Cores that compute and send at once
+gain nothing from overlap, so the third case slows the links (collectives/slow.py) until traffic takes about as long as
+backward, with buckets of 2 MiB.
 """
 
 import sys
@@ -19,7 +21,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from collectives import comparison, layout, rng
 from collectives.runtime import Runtime
+from collectives.slow import Slow
 from collectives.turns import Call, Case
+from collectives.watch import watching
 from ddp import bucketed, naive, overlapped
 from nd_mesh import data
 from nd_mesh.config import ModelConfig
@@ -45,9 +49,9 @@ class Loss(nn.Module):
         return self.gpt.loss(self.gpt(batch.ids, batch.where), batch.labels)
 
 
-def ours(wrap: Callable, run: Runtime, model: nn.Module) -> tuple[nn.Module, Finish]:
+def ours(wrap: Callable, run: Runtime, model: nn.Module, **settings: int) -> tuple[nn.Module, Finish]:
     """What a step calls forward, and what it does after backward."""
-    return model, wrap(model, run.world).finish
+    return model, wrap(model, run.world, **settings).finish
 
 
 def theirs(run: Runtime, model: nn.Module, **settings: bool) -> tuple[nn.Module, Finish]:
@@ -90,6 +94,25 @@ def life(run: Runtime, config: ModelConfig = MODEL) -> Case:
     return Case("wrap and two steps", {name: living(way) for name, way in WAYS.items()}, prepare=model.zero_grad)
 
 
+def slow_links(run: Runtime, config: ModelConfig = MODEL) -> Case:
+    """One step where a byte takes 5 ns and a message 1 ms."""
+
+    def built(wrap: Callable) -> Call:
+        model, finish = ours(wrap, run, Loss(config).to(run.device), cap=2 << 20)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+        step, slow = _steps(model, finish, optimizer, _batch(run), 1), Slow(latency=1e-3, seconds_per_byte=5e-9)
+
+        def call() -> None:
+            with watching(slow):
+                step()
+
+        return call
+
+    return Case(
+        "a training step on slow links", {"overlapped": built(overlapped.wrap), "bucketed": built(bucketed.wrap)}
+    )
+
+
 def _steps(model: nn.Module, finish: Finish, optimizer: torch.optim.Optimizer, batch: data.Batch, count: int) -> Call:
     def call() -> None:
         for _ in range(count):
@@ -110,7 +133,7 @@ def _batch(run: Runtime) -> data.Batch:
 
 def cases(run: Runtime) -> list[Case]:
     """What is measured on this many ranks."""
-    return [step(run), life(run)]
+    return [step(run), life(run), slow_links(run)]
 
 
 if __name__ == "__main__":

@@ -3,8 +3,8 @@
 The arithmetic is the naive one's, element for element, and so are the bytes: 2n(P-1)/P sent a rank for n bytes of
 gradients. But there are n / cap collectives instead of one a parameter, all under way at once, and the results need no
 copying back, because gradients are views of the buckets. What is still missing: nothing of it runs beside backward
-(overlapped.py). Memory: the buckets, n; until `finish` has copied them also the gradients that autograd made, unless
-they are the views of the step before (`zero_grad(set_to_none=False)`).
+(overlapped.py). Memory: the buckets, n; on more than two ranks what arrives, n(P-1)/P; until `finish` has copied them
+also the gradients that autograd made, unless they are the views of the step before (`zero_grad(set_to_none=False)`).
 
 Lecture B, "Naive DDP", and series 05 (docs/notation.md); Li et al. 2020, "PyTorch Distributed", 3.2.2. PyTorch's
 counterpart: Megatron-LM's distributed optimizer without overlap; DDP always overlaps.
