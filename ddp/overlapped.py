@@ -14,6 +14,7 @@ arrived.
 
 import weakref
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,14 +26,27 @@ from ddp.bucketed import CAP, BucketedDDP, build
 class OverlappedDDP(BucketedDDP):
     """The handle that `wrap` returns. Between backward and `finish` a gradient that is under way is None."""
 
+    def __init__(self, *args: Any, **settings: Any):
+        self.watched: set[nn.Parameter] = set()
+        super().__init__(*args, **settings)
+
     def place(self, params: Iterable[nn.Parameter]) -> None:
-        """Deal into buckets, and watch every parameter in one that is not watched yet."""
-        watched = set(getattr(self, "bucket_of", ()))
+        """Deal into buckets, and watch what is in them."""
         super().place(params)
+        self._watch()
+
+    def finish(self) -> None:
+        """Reduce what has not been reduced yet, and wait for all of it."""
+        super().finish()
+        self._watch()
+
+    def _watch(self) -> None:
+        """Hook every parameter that is in a bucket and not frozen: a frozen one takes no hook, and may train later."""
         on_gradient = weakref.WeakMethod(self._on_gradient)  # a handle that is dropped leaves no active hooks behind
         for param in self.bucket_of:
-            if param not in watched:
+            if param.requires_grad and param not in self.watched:
                 param.register_post_accumulate_grad_hook(lambda p: (call := on_gradient()) and call(p))
+                self.watched.add(param)
 
     def _on_gradient(self, param: nn.Parameter) -> None:
         """Autograd has added to `p.grad`. Fires once a backward for a parameter that it reaches, however often used;

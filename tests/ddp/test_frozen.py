@@ -103,3 +103,24 @@ def test_a_model_without_any_parameters(pool, wrap, ranks):
 @each_bucketed
 def test_a_model_without_any_parameters_in_bfloat16(pool, wrap):
     assert pool.run(3, without_parameters, functools.partial(wrap, wire=torch.bfloat16)) == [([], 0, [[6.0] * 2])] * 3
+
+
+def trained_and_frozen_again(run, wrap):
+    """The first parameter is frozen in wrap, trains in every second step, and is frozen again before finish."""
+    model, steps = vectors("2 3"), []
+    model[0].requires_grad_(False)
+    handle = wrap(model, run.world, average=False)
+    for step in range(5):
+        model[0].requires_grad_(step % 2 == 1)
+        model.zero_grad()
+        sum(param.sum() * (run.rank + 1) for param in model if param.requires_grad).backward()
+        model[0].requires_grad_(False)
+        handle.finish()
+        steps.append(gradients(model))
+    return steps
+
+
+@each_version
+def test_a_parameter_that_is_frozen_again_before_finish(pool, wrap):
+    for steps in pool.run(2, trained_and_frozen_again, wrap):
+        assert steps == [[[3.0] * 2 if step % 2 else None, [3.0] * 3] for step in range(5)]
