@@ -154,8 +154,10 @@ def resume(
 def _choose(path: Path, about: dict[str, Any]) -> saved.Checkpoint:
     """The checkpoint, if it is of this run: the same function of the same data, whatever the mesh."""
     checkpoint = saved.choose(path)
+    if lacks := [entry for entry in ("step", "data", "config", "tensors", "scalars") if entry not in checkpoint.state]:
+        raise ConfigError(f"the checkpoint {checkpoint.path} is not one of ours: state.json lacks {', '.join(lacks)}")
     defaults = asdict(Config())  # what a setting was that is newer than the checkpoint
-    before = {table: {**defaults[table], **settings} for table, settings in checkpoint.state["config"].items()}
+    before = {table: {**defaults.get(table, {}), **settings} for table, settings in checkpoint.state["config"].items()}
     now = about["config"]
     names = (*(f"model.{key}" for key in now["model"]), *FIXED)
     pairs = {

@@ -330,6 +330,10 @@ FAULTS = {
     ),
     "no state": (lambda f: (f / "state.json").unlink(), ["state.json: No such file"]),
     "half a state": (lambda f: (f / "state.json").write_text('{"step": 2'), ["state.json cannot be read"]),
+    "less of a state": (
+        lambda f: (f / "state.json").write_text('{"files": {}, "config": {}}'),
+        ["is not one of ours: state.json lacks step, data, tensors, scalars"],
+    ),
 }
 
 
