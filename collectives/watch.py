@@ -79,6 +79,7 @@ class _Process:
 
 class _Thread(threading.local):
     call: Call | None = None  # in which this thread is
+    session: _Session | None = None  # of that call
 
 
 _PROCESS = _Process()
@@ -106,7 +107,7 @@ def watched(operation: Callable) -> Callable:
 
     @functools.wraps(operation)
     def call(*args: Any, **kwargs: Any) -> Any:
-        session = _PROCESS.session
+        session = _HERE.session or _PROCESS.session  # a part is seen by who saw its call begin
         if session is None:
             return operation(*args, **kwargs)
         return _watch(operation, describe(*args, **kwargs), session, args, kwargs)
@@ -118,39 +119,41 @@ def _watch(operation: Callable, call: Call, session: _Session, args: Sequence[An
     session.fill(call)
     for watcher in session.watchers:
         watcher.begins(call)
-    with _inside(call):
+    with _inside(call, session):
         result = operation(*args, **kwargs)
+    waits = hasattr(result, "wait")
+    call.result = None if waits else result
     for watcher in session.watchers:
         watcher.launched(call)
-    if hasattr(result, "wait"):
-        return _Handle(result, call, session.watchers)
-    call.result = result
+    if waits:
+        return _Handle(result, call, session)
     for watcher in session.watchers:
         watcher.ends(call)
     return result
 
 
 class _inside:  # a class, because a generator costs three times as much
-    def __init__(self, call: Call):
-        self.call = call
+    def __init__(self, call: Call, session: _Session):
+        self.call, self.session = call, session
 
     def __enter__(self) -> None:
-        self.before, _HERE.call = _HERE.call, self.call
+        self.before = _HERE.call, _HERE.session
+        _HERE.call, _HERE.session = self.call, self.session
 
     def __exit__(self, *error: object) -> None:
-        _HERE.call = self.before
+        _HERE.call, _HERE.session = self.before
 
 
 class _Handle:
     """A p2p.Handle whose wait is watched. A second wait does nothing, as there."""
 
-    def __init__(self, handle: Any, call: Call, watchers: Sequence[Watcher]):
-        self._handle, self._call, self._watchers, self._waits = handle, call, watchers, False
+    def __init__(self, handle: Any, call: Call, session: _Session):
+        self._handle, self._call, self._session, self._waits = handle, call, session, False
 
     def advance(self) -> None:
         if self._handle is not None:
             self._begin_to_wait()
-            with _inside(self._call):
+            with _inside(self._call, self._session):
                 self._handle.advance()
 
     def wait(self) -> None:
@@ -158,13 +161,13 @@ class _Handle:
         if handle is None:
             return
         self._begin_to_wait()
-        with _inside(self._call):
+        with _inside(self._call, self._session):
             handle.wait()
-        for watcher in self._watchers:
+        for watcher in self._session.watchers:
             watcher.ends(self._call)
 
     def _begin_to_wait(self) -> None:
         if not self._waits:
             self._waits = True
-            for watcher in self._watchers:
+            for watcher in self._session.watchers:
                 watcher.waits(self._call)

@@ -11,6 +11,7 @@ from collectives import comm, p2p
 from collectives.ledger import Ledger
 from collectives.slow import Slow
 from collectives.watch import Watcher, watching
+from tests.collectives.test_ledger import OPERATIONS
 
 
 class Diary(Watcher):
@@ -166,6 +167,23 @@ def test_watching_begins_and_ends_with_its_block(pool):
     assert pool.run(2, nothing_seen) == 2 * [(barrier, barrier + reduced)]
 
 
+def waited_for_outside(run):
+    """The second half of an ordered all_reduce starts in its wait: after the block, and in another's."""
+    outer, inner = Ledger(), Ledger()
+    with watching(outer):
+        first = comm.all_reduce(torch.ones(30_000), group=run.world, async_op=True, ordered=True)
+        with watching(inner):
+            first.wait()
+        second = comm.all_reduce(torch.ones(30_000), group=run.world, async_op=True, ordered=True)
+    second.wait()
+    [row] = outer.rows()
+    return row.calls, row.algorithm, row.wire, inner.rows()
+
+
+def test_a_call_is_seen_to_its_end_by_who_saw_it_begin(pool):
+    assert pool.run(3, waited_for_outside) == 3 * [(2, 320_000.0, 320_000.0, [])]
+
+
 # ---- slowed links
 
 LATENCY, BANDWIDTH = 0.05, 1e6  # seconds, bytes a second
@@ -219,6 +237,17 @@ def test_slowed_links_take_their_time_and_overlap(pool):
             assert seconds["ordered"] >= halves * LATENCY + 0.2 * (ranks - 1) / ranks - 0.001
             assert at_launch == [], "the launch does not sleep"
             assert after_work == [0.0], "work that took longer than the transfer has hidden it"
+
+
+def everything_slow(run):
+    with watching(Slow(1e-4, 1e-9)):
+        for operation in OPERATIONS.values():
+            operation(run, 40)
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_every_operation_can_be_slow(pool, ranks):
+    pool.run(ranks, everything_slow)
 
 
 def right_while_slow(run):
