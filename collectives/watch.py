@@ -6,7 +6,7 @@
 A watcher is told when a call begins, when it is launched, when this rank waits for it, and when it has ended: for an
 asynchronous call that is in `wait()` of the handle, which is wrapped. A call that consists of others (an ordered
 all_reduce is two exchanges, the second of which starts in its `wait()`) is their `outer`, so nothing is counted twice.
-Nobody watching, a call costs one look at an attribute. PyTorch's counterparts: the flight recorder,
+Nobody watching, a call costs a look at two attributes. PyTorch's counterparts: the flight recorder,
 TORCH_DISTRIBUTED_DEBUG=DETAIL, CommDebugMode.
 
 The one state of the project that belongs to the process: process groups do too, torch's take no attributes, and a
