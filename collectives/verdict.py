@@ -102,7 +102,7 @@ def _agreed(record: Record) -> str:
 
 def _rank_lines(rank: int, records: Sequence[Record], now: float) -> Iterator[str]:
     pending = [record for record in records[:-LAST] if not record.ended]
-    yield f"rank {rank}: {records[-1].sequence if records else 0} calls"
+    yield f"rank {rank}: {records[-1].sequence if records else 0} records"
     for record in (*pending, *records[-LAST:]):
         yield f"  {time.strftime('%H:%M:%S', time.localtime(record.began))}  {_told(record, now)}"
 

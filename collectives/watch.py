@@ -150,21 +150,23 @@ class _Handle:
     def __init__(self, handle: Any, call: Call, session: _Session):
         self._handle, self._call, self._session, self._waits = handle, call, session, False
 
-    def advance(self) -> None:
-        if self._handle is not None:
-            self._begin_to_wait()
-            with _inside(self._call, self._session):
-                self._handle.advance()
-
-    def wait(self) -> None:
-        handle, self._handle = self._handle, None
+    def advance(self) -> bool:
+        handle, self._handle = self._handle, None  # one that has raised does not end
         if handle is None:
-            return
+            return False
         self._begin_to_wait()
         with _inside(self._call, self._session):
-            handle.wait()
-        for watcher in self._session.watchers:
-            watcher.ends(self._call)
+            follows = handle.advance()
+        if follows:
+            self._handle = handle
+        else:
+            for watcher in self._session.watchers:
+                watcher.ends(self._call)
+        return follows
+
+    def wait(self) -> None:
+        while self.advance():
+            pass
 
     def _begin_to_wait(self) -> None:
         if not self._waits:

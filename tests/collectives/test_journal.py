@@ -20,7 +20,7 @@ from tests.demos import ROOT
 
 def call(op="all_reduce", number=1, elements=4, **more):
     made = Call(op, None, (elements,), torch.float32, elements, 4 * elements, **more)
-    made.name, made.ranks, made.number, made.began = "7", (0, 1, 2, 3), number, 100.0 + number
+    made.name, made.ranks, made.number, made.began = "7", (1, 3, 5, 7), number, 100.0 + number
     return made
 
 
@@ -39,10 +39,10 @@ def test_a_record_holds_what_the_call_was(tmp_path):
     ended = records[1].ended
     assert rank == 3
     assert time.time() - 60 < ended < time.time()
-    same = {"group": "7", "ranks": "0…3", "dtype": "float32"}
+    same = {"group": "7", "ranks": "1,3…7", "dtype": "float32"}
     assert records == [
-        Record(1, 0.0, 101.0, 1, 4, 1, 0, "broadcast", **same),
-        Record(2, ended, 101.0, 1, 4, 2, 1, "exchange", **same),
+        Record(1, 0.0, 101.0, 1, 4, 3, 0, "broadcast", **same),
+        Record(2, ended, 101.0, 1, 4, 5, 1, "exchange", **same),
         Record(3, 0.0, 102.0, 2, 0, -1, 0, "barrier", **same),
     ]
 
@@ -114,6 +114,15 @@ def test_a_folder_without_journals_is_told(tmp_path, capsys):
     (tmp_path / "rank-0.journal").write_bytes(b"something else")
     assert verdict.main([str(tmp_path)]) == 1
     assert "is no journal" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("length", [20, 5000])
+def test_a_journal_that_was_cut_off_is_told(tmp_path, capsys, length):
+    Journal(tmp_path, 0)
+    path = tmp_path / "rank-0.journal"
+    path.write_bytes(path.read_bytes()[:length])
+    assert verdict.main([str(tmp_path)]) == 1
+    assert "is cut off" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -63,6 +63,34 @@ def test_an_ordered_all_reduce_is_one_call_of_two_exchanges(pool):
     ]
 
 
+def advanced(run, last):
+    """A call part by part; its second part is waited for, or advanced as well."""
+    with watching(diary := Diary()):
+        work = comm.all_reduce(torch.ones(5), group=run.world, async_op=True, ordered=True)
+        steps = [work.advance()]
+        comm.barrier(group=run.world)
+        steps.append(getattr(work, last)())
+        work.wait()
+    return steps, diary.told
+
+
+@pytest.mark.parametrize("last", ["wait", "advance"])
+def test_a_call_that_is_advanced_ends_with_its_last_part(pool, last):
+    part, whole = "exchange 1 in all_reduce 1", "all_reduce 1"
+    told = [
+        f"begins {whole}",
+        *(f"begins {part}", f"launched {part}"),
+        f"launched {whole}",
+        f"waits {whole}",
+        *(f"waits {part}", f"ends {part}"),
+        *(f"begins {part}", f"launched {part}"),
+        *("begins barrier 2", "launched barrier 2", "ends barrier 2"),
+        *(f"waits {part}", f"ends {part}"),
+        f"ends {whole}",
+    ]
+    assert pool.run(3, advanced, last) == 3 * [([True, None if last == "wait" else False], told)]
+
+
 def posts(run):
     """A send that is waited for, so that nothing stays behind."""
     with watching(diary := Diary()):
