@@ -35,7 +35,7 @@ class Handle:
         self._works, self._then, self._keep = works, then, keep
 
     def advance(self) -> bool:
-        """Wait for what is under way, and start what follows it. Returns whether anything does: if not, it has ended."""
+        """Wait for what is under way, and start what follows it. Returns whether anything does; if not, it is over."""
         works, then, self._works, self._then = self._works, self._then, (), None
         for work in works:
             work.wait()

@@ -285,6 +285,38 @@ def test_ordered_handles_waited_on_in_another_order_are_found(pool):
         assert "in all_reduce 2" in error
 
 
+def in_a_group_that_is_not_the_world(run):
+    pair, twice = fresh(run, [1, 3]), fresh(run, [2, 3])
+    if run.rank in (2, 3):
+        comm.broadcast(torch.ones(2), 1, group=twice)
+    if run.rank in (1, 3):
+        mine, peer = run.rank // 2, 1 - run.rank // 2
+        gives, takes = torch.ones(2 + mine), torch.ones(2 + peer)
+        p2p.exchange([(gives, peer)], [(takes, peer)], group=pair).wait()
+        comm.all_reduce(torch.ones(run.rank), group=pair)
+
+
+def test_ranks_are_those_of_the_world_in_what_is_said(pool):
+    zero, one, two, three = (error for error, _ in pool.run(4, told, in_a_group_that_is_not_the_world))
+    assert (zero, two) == (None, None)
+    for error in (one, three):
+        assert "rank 1 all_reduce [1] float32, call 1" in error
+        assert "rank 3 all_reduce [3] float32, call 1" in error
+        assert "(ranks 1,3)" in error
+
+
+def nobody_answers(run):
+    pair = fresh(run, [1, 3])
+    if run.rank == 1:
+        p2p.send(torch.ones(2), 1, group=pair)
+
+
+def test_who_does_not_answer_is_a_rank_of_the_world(pool):
+    [error, _] = pool.run(4, told, nobody_answers)[1]
+    assert "ranks [3] has posted no message" in error
+    assert "last call seen of rank 3: all_gather_object" in error
+
+
 # ---- point-to-point
 
 

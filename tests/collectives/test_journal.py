@@ -220,6 +220,14 @@ def test_where_they_differ_first():
     )
 
 
+def test_another_root_is_another_call():
+    journals = {rank: [dataclasses.replace(history(B)[0], peer=int(rank == 2))] for rank in range(3)}
+    assert verdict.verdict(journals, 60.0) == [
+        "group 0 (ranks 0…2): the ranks differ first in call 1: "
+        "ranks 0, 1 are in broadcast of 3 float32, root 0; rank 2 is in broadcast of 3 float32, root 1"
+    ]
+
+
 def test_nothing_to_say():
     journals = {rank: history(A, ("all_to_all_single", rank), C) for rank in range(3)}
     assert verdict.verdict(journals, 60.0) == ["nothing is in flight, and every group's ranks have made the same calls"]

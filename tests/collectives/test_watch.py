@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from collectives import comm, p2p
+from collectives.call import Call, Part
 from collectives.ledger import Ledger
 from collectives.slow import Slow
 from collectives.watch import Watcher, watching
@@ -265,6 +266,22 @@ def test_slowed_links_take_their_time_and_overlap(pool):
             assert seconds["ordered"] >= halves * LATENCY + 0.2 * (ranks - 1) / ranks - 0.001
             assert at_launch == [], "the launch does not sleep"
             assert after_work == [0.0], "work that took longer than the transfer has hidden it"
+
+
+def test_a_slow_link_is_busy_for_the_larger_direction_and_once_for_a_call_of_others(monkeypatch):
+    monkeypatch.setattr(time, "monotonic", lambda: 100.0)
+    monkeypatch.setattr(time, "time", lambda: 1000.0)
+    monkeypatch.setattr("torch.distributed.get_backend", lambda group: "gloo")
+    slow, float32 = Slow(1.0, 0.01), torch.float32
+    whole = Call("all_reduce", None, nbytes=300, ranks=(0, 1, 2), began=999.0)
+    parts = [
+        Call("exchange", None, nbytes=20, receives=[Part(1, (25,), float32, 100)], ranks=(0, 1, 2), began=999.0),
+        Call("exchange", None, nbytes=50, receives=[Part(1, (5,), float32, 20)], ranks=(0, 1, 2), began=999.5),
+    ]
+    whole.parts = parts
+    for call in (*parts, whole):
+        slow.launched(call)
+    assert [call.notes.get(slow) for call in (*parts, whole)] == [99 + 1 + 1, 101 + 1 + 0.5, None]
 
 
 def everything_slow(run):
