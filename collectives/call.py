@@ -40,6 +40,7 @@ class Call:
     reduction: Any = None
     ordered: bool = False
     root: int | None = None  # source or destination, a rank in the group
+    other: tuple[Sequence[int], torch.dtype] | None = None  # shape and dtype of the other tensor, if it has one
     gives: Sequence[int] | None = None  # all_to_all: rows for each rank, and from each
     takes: Sequence[int] | None = None
     sends: Sequence[Part] = ()  # point-to-point only
@@ -94,6 +95,10 @@ def _of(op: str, group: dist.ProcessGroup, message: Tensor, agreed: Tensor | Non
     return Call(op, group, shape, message.dtype, message.numel(), message.nbytes, **more)
 
 
+def _kind(tensor: Tensor | None) -> tuple[Sequence[int], torch.dtype] | None:
+    return None if tensor is None else (tensor.shape, tensor.dtype)
+
+
 def all_reduce(tensor: Tensor, op: Any = dist.ReduceOp.SUM, *, group: Any, ordered: bool = False, **_: Any) -> Call:
     """n: the tensor."""
     return _of("all_reduce", group, tensor, reduction=op, ordered=ordered)
@@ -103,12 +108,12 @@ def reduce_scatter_single(
     output: Tensor, input: Tensor, op: Any = dist.ReduceOp.SUM, *, group: Any, ordered: bool = False, **_: Any
 ) -> Call:
     """n: the whole, a rank's input."""
-    return _of("reduce_scatter_single", group, input, reduction=op, ordered=ordered)
+    return _of("reduce_scatter_single", group, input, reduction=op, ordered=ordered, other=_kind(output))
 
 
 def all_gather_single(output: Tensor, input: Tensor, *, group: Any, **_: Any) -> Call:
     """n: the whole, a rank's output; the pieces must agree."""
-    return _of("all_gather_single", group, output, input)
+    return _of("all_gather_single", group, output, input, other=_kind(output))
 
 
 def all_to_all_single(
@@ -121,12 +126,16 @@ def all_to_all_single(
     **_: Any,
 ) -> Call:
     """n: a rank's input; the rows must agree, and how many of them pair by pair."""
-    size, rows = group.size(), output.shape[:1] or (0,)
-    gives = tuple(input_split_sizes or size * [(input.shape[:1] or (0,))[0] // size])
-    takes = tuple(output_split_sizes or size * [rows[0] // size])
-    call = _of("all_to_all_single", group, input, gives=gives, takes=takes)
+    takes, gives = _rows(output, output_split_sizes, group.size()), _rows(input, input_split_sizes, group.size())
+    other = output.shape[1:], output.dtype
+    call = _of("all_to_all_single", group, input, gives=gives, takes=takes, other=other)
     call.shape = input.shape[1:]
     return call
+
+
+def _rows(tensor: Tensor, sizes: Sequence[int] | None, size: int) -> tuple[int, ...]:
+    sizes = [] if sizes is None else [int(rows) for rows in sizes]  # whatever kind of integer the operation takes
+    return tuple(sizes or size * [(tensor.shape[:1] or (0,))[0] // size])
 
 
 def broadcast(tensor: Tensor, group_src: int, *, group: Any, **_: Any) -> Call:
@@ -141,12 +150,12 @@ def reduce(tensor: Tensor, group_dst: int, op: Any = dist.ReduceOp.SUM, *, group
 
 def gather(output: Tensor | None, input: Tensor, group_dst: int, *, group: Any) -> Call:
     """n: a rank's piece."""
-    return _of("gather", group, input, root=group_dst)
+    return _of("gather", group, input, root=group_dst, other=_kind(output))
 
 
 def scatter(output: Tensor, input: Tensor | None, group_src: int, *, group: Any) -> Call:
     """n: a rank's piece."""
-    return _of("scatter", group, output, root=group_src)
+    return _of("scatter", group, output, root=group_src, other=_kind(input))
 
 
 def barrier(*, group: Any) -> Call:

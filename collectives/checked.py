@@ -17,6 +17,7 @@ from one line in exchanged order remain unseen.
 
 import itertools
 import json
+import math
 import sys
 import time
 from collections import defaultdict
@@ -24,6 +25,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+import torch
 import torch.distributed as dist
 
 from collectives.call import Call, Part, spelled
@@ -47,7 +49,9 @@ class Checked(Watcher):
         count = run.store.add(f"checked by rank {run.rank}", 1)
         self._store = dist.PrefixStore(f"checked {count}", run.store)
         self._world_rank, self._timeout = run.rank, timeout
+        # Counted here and not by the call's number, which begins anew where another watching begins.
         self._messages: dict[str, Iterator[int]] = defaultdict(itertools.count)
+        self._collectives: dict[str, Iterator[int]] = defaultdict(itertools.count)
 
     def begins(self, call: Call) -> None:
         """Announce the call; a collective waits for its group's announcements and compares."""
@@ -80,17 +84,18 @@ class Checked(Watcher):
         return True
 
     def _compare(self, call: Call) -> None:
-        keys = [f"{call.name}/{call.number}/{rank}" for rank in range(call.size)]
+        number = next(self._collectives[call.name])
+        keys = [f"{call.name}/{number}/{rank}" for rank in range(call.size)]
         self._store.set(keys[call.rank], json.dumps(_signature(call, self._world_rank)))
         if missing := self._absent(dict(zip(call.ranks, keys, strict=True)), call):
             there = [self._get(key) for rank, key in zip(call.ranks, keys, strict=True) if rank not in missing]
             self._fail(f"{_by_call(there)}; {self._silent(missing, 'wrote nothing')}")
         everyone = [self._get(key) for key in keys]
-        if call.number > 1:  # whoever has come here has read the call before
-            self._store.delete_key(f"{call.name}/{call.number - 1}/{call.rank}")
+        if number:  # whoever has come here has read the call before
+            self._store.delete_key(f"{call.name}/{number - 1}/{call.rank}")
         if any(theirs["agreed"] != everyone[0]["agreed"] for theirs in everyone):
             self._fail(f"the ranks make different calls: {_by_call(everyone)}")
-        for mistake in _uneven_pairs(everyone):
+        for mistake in (*_uneven_pairs(everyone), *_wrong_wholes(everyone, call)):
             self._fail(mistake)
 
     def _post(self, call: Call, part: Part, sending: bool) -> tuple[dict, str, int]:
@@ -99,7 +104,8 @@ class Checked(Watcher):
         side, other = ("sends", "receives") if sending else ("receives", "sends")
         direction, word = f"{call.name}/{source} to {target}", "to" if sending else "from"
         pair = f"{direction}/{next(self._messages[direction + side])}"
-        told = f"rank {self._world_rank} {side} {_spelled(part)} {word} rank {call.ranks[part.peer]} in {_told(call)}"
+        what = _spelled(part.shape, part.dtype)
+        told = f"rank {self._world_rank} {side} {what} {word} rank {call.ranks[part.peer]} in {_told(call)}"
         owner = [call.outer.op, call.outer.number] if call.outer else None
         mine = {"message": [list(part.shape), str(part.dtype), owner], "told": told}
         self._store.set(f"{pair}/{side}", json.dumps(mine))
@@ -138,9 +144,12 @@ class Checked(Watcher):
 
 def _signature(call: Call, world_rank: int) -> dict[str, Any]:
     agreed = [call.op, list(call.shape), str(call.dtype), str(call.reduction), call.ordered, call.root]
+    other = _spelled(*call.other) if call.other else None
     if call.op in _SYMMETRIC:
-        agreed.append(_line())
-    return {"agreed": agreed, "gives": call.gives, "takes": call.takes, "rank": world_rank, "told": _told(call)}
+        agreed += [other, _line()]
+    numbers = [math.prod(call.other[0]), str(call.other[1])] if call.other else None
+    told = {"other": other, "numbers": numbers, "rank": world_rank, "told": _told(call)}
+    return {"agreed": agreed, "gives": call.gives, "takes": call.takes, **told}
 
 
 def _uneven_pairs(everyone: Sequence[dict[str, Any]]) -> Iterator[str]:
@@ -153,12 +162,28 @@ def _uneven_pairs(everyone: Sequence[dict[str, Any]]) -> Iterator[str]:
             )
 
 
+def _wrong_wholes(everyone: Sequence[dict[str, Any]], call: Call) -> Iterator[str]:
+    """Of a gather or scatter, each rank whose whole is not what it must be: all pieces at the root, nothing elsewhere.
+
+    That rank alone would raise, and the others wait for it.
+    """
+    if call.op not in ("gather", "scatter"):
+        return
+    side, all_pieces = {"gather": "output", "scatter": "input"}[call.op], [call.size * call.elements, str(call.dtype)]
+    for rank, theirs in enumerate(everyone):
+        due = all_pieces if rank == call.root else None
+        if theirs["numbers"] != due:
+            what = f"{due[0]} numbers of {due[1].removeprefix('torch.')}" if due else "None"
+            yield f"rank {theirs['rank']} {theirs['told']}: its {side} is {theirs['other']}, and must be {what}"
+
+
 def _told(call: Call) -> str:
     reduction = f" {str(call.reduction).rpartition('.')[2]}" if call.reduction is not None else ""
     ordered = " ordered" if call.ordered else ""
     root = f" root {call.ranks[call.root]}" if call.root is not None else ""
     splits = f" gives {list(call.gives)} takes {list(call.takes)}" if call.gives is not None else ""
-    return f"{call}{reduction}{ordered}{root}{splits} at {_line()}"
+    into = f" into {_spelled(*call.other)}" if call.other and call.op in _SYMMETRIC else ""
+    return f"{call}{into}{reduction}{ordered}{root}{splits} at {_line()}"
 
 
 def _line() -> str:
@@ -176,5 +201,5 @@ def _by_call(everyone: Sequence[dict[str, Any]]) -> str:
     return "; ".join(f"rank {spelled(who)} {told}" for told, who in ranks.items())
 
 
-def _spelled(part: Part) -> str:
-    return f"{list(part.shape)} {str(part.dtype).removeprefix('torch.')}"
+def _spelled(shape: Sequence[int], dtype: torch.dtype) -> str:
+    return f"{list(shape)} {str(dtype).removeprefix('torch.')}"

@@ -121,7 +121,9 @@ def _read_rank(path: Path) -> tuple[int, list[Record]]:
     data, again = path.read_bytes(), path.read_bytes()
     if data[: len(_MAGIC)] != _MAGIC:
         raise ValueError(f"{path} is no journal of this version")
-    _, capacity, rank, _ = _HEADER.unpack_from(data)
+    _, capacity, rank, _ = _HEADER.unpack(data[: _HEADER.size].ljust(_HEADER.size, b"\0"))
+    if min(len(data), len(again)) < _HEADER.size + max(1, capacity) * _SIZE:
+        raise ValueError(f"{path} is cut off: copy the whole file")
     return rank, sorted(_records(data, again, capacity), key=lambda record: record.sequence)
 
 

@@ -34,8 +34,8 @@ class Handle:
     ):
         self._works, self._then, self._keep = works, then, keep
 
-    def advance(self) -> None:
-        """Wait for what is under way, and start what follows it; the last part ends here."""
+    def advance(self) -> bool:
+        """Wait for what is under way, and start what follows it. Returns whether anything does; if not, it is over."""
         works, then, self._works, self._then = self._works, self._then, (), None
         for work in works:
             work.wait()
@@ -45,11 +45,12 @@ class Handle:
             self._works = (following,)
         else:
             self._keep = ()
+        return bool(self._works)
 
     def wait(self) -> None:
         """Wait for every part, one after the other; a second call does nothing."""
-        while self._works or self._then is not None:
-            self.advance()
+        while self.advance():
+            pass
 
 
 @watched

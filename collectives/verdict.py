@@ -47,16 +47,29 @@ def _group_lines(journals: Journals, group: str, ranks: str, now: float) -> Iter
         yield f"{name}: the ranks differ first in call {number}: " + "; ".join(
             f"{_who(who)} in {what}" for what, who in by_rank.items()
         )
-    last = {rank: max(of, default=0) for rank, of in calls.items()}
+    in_flight = sorted({number for of in calls.values() for number, record in of.items() if not record.ended})
+    unknown = {rank: why for rank, of in calls.items() if not of and (why := _unknown(journals.get(rank)))}
+    last = {rank: max(of, default=0) for rank, of in calls.items() if rank not in unknown}
     ahead = [rank for rank in last if last[rank] == max(last.values())]
-    newest = calls[ahead[0]][last[ahead[0]]]
-    waiting = [rank for rank in ahead if not calls[rank][last[rank]].ended]
     for rank in sorted(set(last) - set(ahead)):
         before = _told(calls[rank][last[rank]], now) if last[rank] else "it has made none"
-        yield f"{name}: rank {rank} is behind, {_who(ahead)} in call {newest.number}; its last: {before}"
-    if waiting:
-        yield f"{name}: {_who(waiting)} in {_told(calls[waiting[0]][newest.number], now)}"
-        yield from _inside_lines(journals, {rank: calls[rank][newest.number].sequence for rank in waiting})
+        yield f"{name}: rank {rank} is behind, {_who(ahead)} in call {last[ahead[0]]}; its last: {before}"
+    for rank, why in unknown.items() if in_flight else ():
+        yield f"{name}: rank {rank} may be behind, {why}"
+    # The oldest is waited for first, as a rule; all of them are held against each other.
+    for number in in_flight:
+        waiting = {rank: of[number] for rank, of in calls.items() if number in of and not of[number].ended}
+        behind = list(_inside_lines(journals, {rank: record.sequence for rank, record in waiting.items()}))
+        if behind or number in (in_flight[0], in_flight[-1]):
+            yield f"{name}: {_who(list(waiting))} in {_told(next(iter(waiting.values())), now)}"
+            yield from behind
+
+
+def _unknown(records: Sequence[Record] | None) -> str:
+    """Why it says nothing that a rank has no record of a group, or nothing."""
+    if records is None:
+        return "its journal is not in this folder"
+    return "its journal has only later calls, of other groups" if records and records[0].sequence > 1 else ""
 
 
 def _inside_lines(journals: Journals, in_call: Mapping[int, int]) -> Iterator[str]:
@@ -89,7 +102,7 @@ def _agreed(record: Record) -> str:
 
 def _rank_lines(rank: int, records: Sequence[Record], now: float) -> Iterator[str]:
     pending = [record for record in records[:-LAST] if not record.ended]
-    yield f"rank {rank}: {records[-1].sequence if records else 0} calls"
+    yield f"rank {rank}: {records[-1].sequence if records else 0} records"
     for record in (*pending, *records[-LAST:]):
         yield f"  {time.strftime('%H:%M:%S', time.localtime(record.began))}  {_told(record, now)}"
 

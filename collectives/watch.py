@@ -6,7 +6,7 @@
 A watcher is told when a call begins, when it is launched, when this rank waits for it, and when it has ended: for an
 asynchronous call that is in `wait()` of the handle, which is wrapped. A call that consists of others (an ordered
 all_reduce is two exchanges, the second of which starts in its `wait()`) is their `outer`, so nothing is counted twice.
-Nobody watching, a call costs one look at an attribute. PyTorch's counterparts: the flight recorder,
+Nobody watching, a call costs a look at two attributes. PyTorch's counterparts: the flight recorder,
 TORCH_DISTRIBUTED_DEBUG=DETAIL, CommDebugMode.
 
 The one state of the project that belongs to the process: process groups do too, torch's take no attributes, and a
@@ -79,6 +79,7 @@ class _Process:
 
 class _Thread(threading.local):
     call: Call | None = None  # in which this thread is
+    session: _Session | None = None  # of that call
 
 
 _PROCESS = _Process()
@@ -106,7 +107,7 @@ def watched(operation: Callable) -> Callable:
 
     @functools.wraps(operation)
     def call(*args: Any, **kwargs: Any) -> Any:
-        session = _PROCESS.session
+        session = _HERE.session or _PROCESS.session  # a part is seen by who saw its call begin
         if session is None:
             return operation(*args, **kwargs)
         return _watch(operation, describe(*args, **kwargs), session, args, kwargs)
@@ -118,53 +119,57 @@ def _watch(operation: Callable, call: Call, session: _Session, args: Sequence[An
     session.fill(call)
     for watcher in session.watchers:
         watcher.begins(call)
-    with _inside(call):
+    with _inside(call, session):
         result = operation(*args, **kwargs)
+    waits = hasattr(result, "wait")
+    call.result = None if waits else result
     for watcher in session.watchers:
         watcher.launched(call)
-    if hasattr(result, "wait"):
-        return _Handle(result, call, session.watchers)
-    call.result = result
+    if waits:
+        return _Handle(result, call, session)
     for watcher in session.watchers:
         watcher.ends(call)
     return result
 
 
 class _inside:  # a class, because a generator costs three times as much
-    def __init__(self, call: Call):
-        self.call = call
+    def __init__(self, call: Call, session: _Session):
+        self.call, self.session = call, session
 
     def __enter__(self) -> None:
-        self.before, _HERE.call = _HERE.call, self.call
+        self.before = _HERE.call, _HERE.session
+        _HERE.call, _HERE.session = self.call, self.session
 
     def __exit__(self, *error: object) -> None:
-        _HERE.call = self.before
+        _HERE.call, _HERE.session = self.before
 
 
 class _Handle:
     """A p2p.Handle whose wait is watched. A second wait does nothing, as there."""
 
-    def __init__(self, handle: Any, call: Call, watchers: Sequence[Watcher]):
-        self._handle, self._call, self._watchers, self._waits = handle, call, watchers, False
+    def __init__(self, handle: Any, call: Call, session: _Session):
+        self._handle, self._call, self._session, self._waits = handle, call, session, False
 
-    def advance(self) -> None:
-        if self._handle is not None:
-            self._begin_to_wait()
-            with _inside(self._call):
-                self._handle.advance()
+    def advance(self) -> bool:
+        handle, self._handle = self._handle, None  # one that has raised does not end
+        if handle is None:
+            return False
+        self._begin_to_wait()
+        with _inside(self._call, self._session):
+            follows = handle.advance()
+        if follows:
+            self._handle = handle
+        else:
+            for watcher in self._session.watchers:
+                watcher.ends(self._call)
+        return follows
 
     def wait(self) -> None:
-        handle, self._handle = self._handle, None
-        if handle is None:
-            return
-        self._begin_to_wait()
-        with _inside(self._call):
-            handle.wait()
-        for watcher in self._watchers:
-            watcher.ends(self._call)
+        while self.advance():
+            pass
 
     def _begin_to_wait(self) -> None:
         if not self._waits:
             self._waits = True
-            for watcher in self._watchers:
+            for watcher in self._session.watchers:
                 watcher.waits(self._call)

@@ -4,6 +4,7 @@ import functools
 import time
 import uuid
 
+import numpy
 import pytest
 import torch
 import torch.distributed as dist
@@ -54,6 +55,34 @@ def all_operations(run):
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_right_programs_pass(pool, ranks):
     assert [error for error, _ in pool.run(ranks, told, all_operations)] == [None] * ranks
+
+
+def watched_twice(run):
+    checked = Checked(run, PATIENCE)
+    with watching(checked):
+        comm.barrier(group=run.world)
+    comm.barrier(group=run.world)
+    total = torch.ones(3)
+    with watching(checked):
+        comm.all_reduce(total, group=run.world)
+    return total.tolist()
+
+
+def test_one_may_watch_again(pool):
+    assert pool.run(2, watched_twice) == 2 * [[2.0] * 3]
+
+
+def integers_of_other_kinds(run):
+    """all_to_all takes whatever counts rows."""
+    rows, kinds = run.size * [1], (list, torch.tensor, numpy.array, lambda rows: list(numpy.array(rows)))
+    with watching(Checked(run, PATIENCE)):
+        for kind in kinds:
+            data = torch.ones(run.size)
+            comm.all_to_all_single(torch.empty_like(data), data, kind(rows), kind(rows), group=run.world)
+
+
+def test_rows_may_be_integers_of_any_kind(pool):
+    pool.run(2, integers_of_other_kinds)
 
 
 def keys_left(run):
@@ -129,6 +158,29 @@ def uneven(run):
     comm.all_to_all_single(torch.empty(sum(takes), 5), torch.empty(sum(gives), 5), takes, gives, group=group)
 
 
+def other_output(run):
+    """gloo refuses it on rank 0, where the others would wait."""
+    comm.all_gather_single(torch.empty(4 * run.size + (run.rank == 0)), torch.ones(4), group=fresh(run))
+
+
+def other_row(run):
+    data = torch.ones(run.size, 4)
+    comm.all_to_all_single(torch.empty(run.size, 4 + (run.rank == 0)), data, group=fresh(run))
+
+
+def nowhere_to_gather(run):
+    comm.gather(None, torch.ones(4), 0, group=fresh(run))
+
+
+def gathers_elsewhere(run):
+    comm.gather(torch.empty(4 * run.size), torch.ones(4), 0, group=fresh(run))
+
+
+def scatters_another_dtype(run):
+    whole = torch.ones(4 * run.size, dtype=torch.float64) if run.rank == 0 else None
+    comm.scatter(torch.ones(4), whole, 0, group=fresh(run))
+
+
 def skipped(run):
     """Rank 1 leaves out the second of three calls."""
     group = fresh(run)
@@ -148,6 +200,11 @@ COLLECTIVES = {
     other_choice: ("SUM ordered", "SUM at"),
     other_order: ("rank 0 all_reduce [1] float32, call 1", "all_reduce [1] float32, call 1"),
     uneven: ("rank 0 gives rank 1 3 rows, which expects 2",),
+    other_output: ("rank 0 all_gather_single [4] float32", "into ["),
+    other_row: ("into [5] float32", "into [4] float32"),
+    nowhere_to_gather: ("rank 0 gather [4] float32", "its output is None, and must be", "numbers of float32"),
+    gathers_elsewhere: ("rank 1 gather [4] float32", "and must be None"),
+    scatters_another_dtype: ("rank 0 scatter [4] float32", "its input is [", "float64, and must be"),
     skipped: ("reduce [7] float32, call 2", "all_gather_single [2] float32, call 2"),
 }
 
@@ -226,6 +283,38 @@ def test_ordered_handles_waited_on_in_another_order_are_found(pool):
         assert error, f"rank {rank} saw nothing"
         assert "in all_reduce 1" in error
         assert "in all_reduce 2" in error
+
+
+def in_a_group_that_is_not_the_world(run):
+    pair, twice = fresh(run, [1, 3]), fresh(run, [2, 3])
+    if run.rank in (2, 3):
+        comm.broadcast(torch.ones(2), 1, group=twice)
+    if run.rank in (1, 3):
+        mine, peer = run.rank // 2, 1 - run.rank // 2
+        gives, takes = torch.ones(2 + mine), torch.ones(2 + peer)
+        p2p.exchange([(gives, peer)], [(takes, peer)], group=pair).wait()
+        comm.all_reduce(torch.ones(run.rank), group=pair)
+
+
+def test_ranks_are_those_of_the_world_in_what_is_said(pool):
+    zero, one, two, three = (error for error, _ in pool.run(4, told, in_a_group_that_is_not_the_world))
+    assert (zero, two) == (None, None)
+    for error in (one, three):
+        assert "rank 1 all_reduce [1] float32, call 1" in error
+        assert "rank 3 all_reduce [3] float32, call 1" in error
+        assert "(ranks 1,3)" in error
+
+
+def nobody_answers(run):
+    pair = fresh(run, [1, 3])
+    if run.rank == 1:
+        p2p.send(torch.ones(2), 1, group=pair)
+
+
+def test_who_does_not_answer_is_a_rank_of_the_world(pool):
+    [error, _] = pool.run(4, told, nobody_answers)[1]
+    assert "ranks [3] has posted no message" in error
+    assert "last call seen of rank 3: all_gather_object" in error
 
 
 # ---- point-to-point

@@ -20,7 +20,7 @@ from tests.demos import ROOT
 
 def call(op="all_reduce", number=1, elements=4, **more):
     made = Call(op, None, (elements,), torch.float32, elements, 4 * elements, **more)
-    made.name, made.ranks, made.number, made.began = "7", (0, 1, 2, 3), number, 100.0 + number
+    made.name, made.ranks, made.number, made.began = "7", (1, 3, 5, 7), number, 100.0 + number
     return made
 
 
@@ -39,10 +39,10 @@ def test_a_record_holds_what_the_call_was(tmp_path):
     ended = records[1].ended
     assert rank == 3
     assert time.time() - 60 < ended < time.time()
-    same = {"group": "7", "ranks": "0…3", "dtype": "float32"}
+    same = {"group": "7", "ranks": "1,3…7", "dtype": "float32"}
     assert records == [
-        Record(1, 0.0, 101.0, 1, 4, 1, 0, "broadcast", **same),
-        Record(2, ended, 101.0, 1, 4, 2, 1, "exchange", **same),
+        Record(1, 0.0, 101.0, 1, 4, 3, 0, "broadcast", **same),
+        Record(2, ended, 101.0, 1, 4, 5, 1, "exchange", **same),
         Record(3, 0.0, 102.0, 2, 0, -1, 0, "barrier", **same),
     ]
 
@@ -116,6 +116,15 @@ def test_a_folder_without_journals_is_told(tmp_path, capsys):
     assert "is no journal" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("length", [20, 5000])
+def test_a_journal_that_was_cut_off_is_told(tmp_path, capsys, length):
+    Journal(tmp_path, 0)
+    path = tmp_path / "rank-0.journal"
+    path.write_bytes(path.read_bytes()[:length])
+    assert verdict.main([str(tmp_path)]) == 1
+    assert "is cut off" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("ranks", "text"),
     [
@@ -169,6 +178,35 @@ def test_who_is_behind_within_a_call():
     assert len(verdict.verdict({rank: parts(1) for rank in range(3)}, 60.0)) == 1
 
 
+def test_who_is_behind_in_an_earlier_call():
+    """Overlapped: all of them are launched before the first is waited for."""
+    launched = [dataclasses.replace(record, ended=0.0) for record in history(A, C, C)]
+    second_half = dataclasses.replace(launched[0], sequence=4, op="exchange", outer=1)
+    found = verdict.verdict({0: [*launched, second_half], 1: launched, 2: [*launched, second_half]}, 60.0)
+    assert "all_reduce of 5 float32, call 1" in found[0]
+    assert found[1] == "  in it rank 1 is behind: in part 0 of it, where others are in part 1"
+    assert "all_reduce of 9 float32, call 3" in found[2]
+    assert len(found) == 3
+
+
+def test_an_earlier_call_in_flight_is_told():
+    first, *others = history(A, B)
+    [line] = verdict.verdict({rank: [dataclasses.replace(first, ended=0.0), *others] for rank in range(3)}, 60.0)
+    assert line.startswith("group 0 (ranks 0…2): ranks 0, 1, 2 are in all_reduce of 5 float32, call 1")
+
+
+def test_nothing_is_said_of_calls_that_a_ring_has_dropped():
+    """Rank 1 has been in other groups since."""
+    elsewhere = [Record(n, 50.0, 40.0, n, 1, -1, 0, "barrier", "9", "1", "") for n in (7, 8)]
+    done, waits = history(A, B), history(A, B, in_flight=True)
+    nothing = verdict.verdict({0: done, 1: elsewhere, 2: done}, 60.0)
+    assert nothing == ["nothing is in flight, and every group's ranks have made the same calls"]
+    found = verdict.verdict({0: waits, 1: elsewhere, 2: waits}, 60.0)
+    assert found[0].endswith("rank 1 may be behind, its journal has only later calls, of other groups")
+    assert "ranks 0, 2 are in broadcast" in found[1]
+    assert verdict.verdict({0: waits, 2: waits}, 60.0)[0].endswith("its journal is not in this folder")
+
+
 def test_a_rank_without_any_call_is_behind():
     found = verdict.verdict({0: history(A, in_flight=True), 1: [], 2: history(A, in_flight=True)}, 60.0)
     assert "rank 1 is behind, ranks 0, 2 are in call 1; its last: it has made none" in found[0]
@@ -180,6 +218,14 @@ def test_where_they_differ_first():
         "group 0 (ranks 0…2): the ranks differ first in call 2: "
         "ranks 0, 2 are in broadcast of 3 float32; rank 1 is in all_reduce of 9 float32"
     )
+
+
+def test_another_root_is_another_call():
+    journals = {rank: [dataclasses.replace(history(B)[0], peer=int(rank == 2))] for rank in range(3)}
+    assert verdict.verdict(journals, 60.0) == [
+        "group 0 (ranks 0…2): the ranks differ first in call 1: "
+        "ranks 0, 1 are in broadcast of 3 float32, root 0; rank 2 is in broadcast of 3 float32, root 1"
+    ]
 
 
 def test_nothing_to_say():

@@ -138,6 +138,7 @@ def book_of_a_step(run):
             comm.all_reduce(odd(12), group=run.world, ordered=True)
         if half:
             comm.broadcast(odd(10), 0, group=half)
+            comm.all_reduce(odd(10), group=half)
         pending = comm.all_reduce(odd(8), group=run.world, async_op=True)
         before = book.rows()[0].calls
     pending.wait()
@@ -150,7 +151,8 @@ def test_one_row_for_each_operation_and_group(pool):
         assert rows[0][:3] == reduced[:3]
         assert rows[0][3] == pytest.approx(reduced[3])
         assert before == 3, "the asynchronous one ends at its wait"
-        assert rows[1:] == ([] if rank == 2 else [("broadcast", (0, 1), 1, 20.0, 40 * (rank == 0))])
+        half = [("broadcast", (0, 1), 1, 20.0, 40 * (rank == 0)), ("all_reduce", (0, 1), 1, 40.0, 40.0)]
+        assert rows[1:] == ([] if rank == 2 else half)
         assert table.splitlines()[1].split() == ["all_reduce", "0…2", "4", "235", "235"]
 
 

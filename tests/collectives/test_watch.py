@@ -8,9 +8,11 @@ import pytest
 import torch
 
 from collectives import comm, p2p
+from collectives.call import Call, Part
 from collectives.ledger import Ledger
 from collectives.slow import Slow
 from collectives.watch import Watcher, watching
+from tests.collectives.test_ledger import OPERATIONS
 
 
 class Diary(Watcher):
@@ -60,6 +62,34 @@ def test_an_ordered_all_reduce_is_one_call_of_two_exchanges(pool):
             f"ends {whole}",
         ]
     ]
+
+
+def advanced(run, last):
+    """A call part by part; its second part is waited for, or advanced as well."""
+    with watching(diary := Diary()):
+        work = comm.all_reduce(torch.ones(5), group=run.world, async_op=True, ordered=True)
+        steps = [work.advance()]
+        comm.barrier(group=run.world)
+        steps.append(getattr(work, last)())
+        work.wait()
+    return steps, diary.told
+
+
+@pytest.mark.parametrize("last", ["wait", "advance"])
+def test_a_call_that_is_advanced_ends_with_its_last_part(pool, last):
+    part, whole = "exchange 1 in all_reduce 1", "all_reduce 1"
+    told = [
+        f"begins {whole}",
+        *(f"begins {part}", f"launched {part}"),
+        f"launched {whole}",
+        f"waits {whole}",
+        *(f"waits {part}", f"ends {part}"),
+        *(f"begins {part}", f"launched {part}"),
+        *("begins barrier 2", "launched barrier 2", "ends barrier 2"),
+        *(f"waits {part}", f"ends {part}"),
+        f"ends {whole}",
+    ]
+    assert pool.run(3, advanced, last) == 3 * [([True, None if last == "wait" else False], told)]
 
 
 def posts(run):
@@ -166,6 +196,23 @@ def test_watching_begins_and_ends_with_its_block(pool):
     assert pool.run(2, nothing_seen) == 2 * [(barrier, barrier + reduced)]
 
 
+def waited_for_outside(run):
+    """The second half of an ordered all_reduce starts in its wait: after the block, and in another's."""
+    outer, inner = Ledger(), Ledger()
+    with watching(outer):
+        first = comm.all_reduce(torch.ones(30_000), group=run.world, async_op=True, ordered=True)
+        with watching(inner):
+            first.wait()
+        second = comm.all_reduce(torch.ones(30_000), group=run.world, async_op=True, ordered=True)
+    second.wait()
+    [row] = outer.rows()
+    return row.calls, row.algorithm, row.wire, inner.rows()
+
+
+def test_a_call_is_seen_to_its_end_by_who_saw_it_begin(pool):
+    assert pool.run(3, waited_for_outside) == 3 * [(2, 320_000.0, 320_000.0, [])]
+
+
 # ---- slowed links
 
 LATENCY, BANDWIDTH = 0.05, 1e6  # seconds, bytes a second
@@ -219,6 +266,33 @@ def test_slowed_links_take_their_time_and_overlap(pool):
             assert seconds["ordered"] >= halves * LATENCY + 0.2 * (ranks - 1) / ranks - 0.001
             assert at_launch == [], "the launch does not sleep"
             assert after_work == [0.0], "work that took longer than the transfer has hidden it"
+
+
+def test_a_slow_link_is_busy_for_the_larger_direction_and_once_for_a_call_of_others(monkeypatch):
+    monkeypatch.setattr(time, "monotonic", lambda: 100.0)
+    monkeypatch.setattr(time, "time", lambda: 1000.0)
+    monkeypatch.setattr("torch.distributed.get_backend", lambda group: "gloo")
+    slow, float32 = Slow(1.0, 0.01), torch.float32
+    whole = Call("all_reduce", None, nbytes=300, ranks=(0, 1, 2), began=999.0)
+    parts = [
+        Call("exchange", None, nbytes=20, receives=[Part(1, (25,), float32, 100)], ranks=(0, 1, 2), began=999.0),
+        Call("exchange", None, nbytes=50, receives=[Part(1, (5,), float32, 20)], ranks=(0, 1, 2), began=999.5),
+    ]
+    whole.parts = parts
+    for call in (*parts, whole):
+        slow.launched(call)
+    assert [call.notes.get(slow) for call in (*parts, whole)] == [99 + 1 + 1, 101 + 1 + 0.5, None]
+
+
+def everything_slow(run):
+    with watching(Slow(1e-4, 1e-9)):
+        for operation in OPERATIONS.values():
+            operation(run, 40)
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_every_operation_can_be_slow(pool, ranks):
+    pool.run(ranks, everything_slow)
 
 
 def right_while_slow(run):
