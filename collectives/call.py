@@ -82,9 +82,9 @@ def spelled(ranks: Sequence[int]) -> str:
 
 
 def ranks_of(text: str) -> list[int]:
-    """The ranks that `spelled` wrote."""
+    """The ranks that `spelled` wrote; of a longer list that was cut, with a + at its end, those that are there."""
     if "…" not in text:
-        return [int(rank) for rank in text.split(",") if rank]
+        return [int(rank) for rank in text.split(",") if rank not in ("", "+")]
     start, last = text.split("…")
     first, _, second = start.partition(",")
     return list(range(int(first), int(last) + 1, int(second) - int(first) if second else 1))

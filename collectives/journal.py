@@ -28,7 +28,8 @@ from collectives.watch import Watcher
 CAPACITY = 4096  # records, 184 bytes each: 750 KB a rank
 _HEADER = struct.Struct("<8sQQQ32x")  # magic, capacity, rank, process id
 _SEQUENCE, _ENDED = struct.Struct("<Q"), struct.Struct("<d")  # of a record, in front of its body
-_BODY = struct.Struct("<dQqqQ24s24s64s16s")  # the fields of Record from `began` on
+_RANKS = 64  # bytes for the ranks of a group
+_BODY = struct.Struct(f"<dQqqQ24s24s{_RANKS}s16s")  # the fields of Record from `began` on
 _SIZE = _SEQUENCE.size + _ENDED.size + _BODY.size
 _MAGIC = b"journal1"
 
@@ -57,15 +58,17 @@ class Journal(Watcher):
         folder.mkdir(parents=True, exist_ok=True)
         size = _HEADER.size + capacity * _SIZE
         path = folder / f"rank-{rank}.journal"
-        with path.with_suffix(".new").open("w+b") as file:
+        new = path.with_suffix(".new")  # so a reader finds a whole header, and an old journal until then
+        try:
             # All of its space now: a store to a mapped page for which the disk has no room is a SIGBUS.
-            try:
-                os.posix_fallocate(file.fileno(), 0, size)
-            except OSError as error:
-                raise OSError(error.errno, error.strerror, str(path)) from error
+            new.write_bytes(bytes(size))
+        except OSError as error:
+            new.unlink(missing_ok=True)
+            raise OSError(error.errno, error.strerror, str(path)) from error
+        with new.open("r+b") as file:
             self._map = mmap.mmap(file.fileno(), size)
         _HEADER.pack_into(self._map, 0, _MAGIC, capacity, rank, os.getpid())
-        path.with_suffix(".new").replace(path)  # so a reader finds a whole header, and an old journal until then
+        new.replace(path)
         self._capacity, self._sequences = capacity, itertools.count(1)
         self._groups: dict[str, tuple[bytes, bytes]] = {}
 
@@ -96,7 +99,10 @@ class Journal(Watcher):
 
 
 def _names(call: Call) -> tuple[bytes, bytes]:
-    return call.name.encode(), spelled(call.ranks).encode()
+    ranks = spelled(call.ranks).encode()
+    if len(ranks) > _RANKS:
+        ranks = ranks[: _RANKS - 1].rpartition(b",")[0] + b",+"  # and more
+    return call.name.encode(), ranks
 
 
 def _peer(call: Call) -> int:

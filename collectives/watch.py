@@ -94,7 +94,9 @@ def watching(*watchers: Watcher) -> Iterator[None]:
     place, because calls are counted from where the first watcher came.
     """
     before = _PROCESS.session
-    _PROCESS.session = _Session((*before.watchers, *watchers), before.groups) if before else _Session(watchers, {})
+    if watchers:
+        groups = before.groups if before else {}
+        _PROCESS.session = _Session((*(before.watchers if before else ()), *watchers), groups)
     try:
         yield
     finally:
@@ -102,11 +104,17 @@ def watching(*watchers: Watcher) -> Iterator[None]:
 
 
 def watched(operation: Callable) -> Callable:
-    """Decorator: the operation, seen by whoever watches. CALLS has a description under its name."""
+    """Decorator: the operation, seen by whoever watches. CALLS has a description under its name.
+
+    Raises ValueError for the group None, which is what new_group gives to a rank that is no member: torch takes it for
+    the world, and those who are members would wait for ever.
+    """
     describe = CALLS[operation.__name__]
 
     @functools.wraps(operation)
     def call(*args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("group", ...) is None:
+            raise ValueError(f"{operation.__name__}: this rank is no member of the group; let only members call it")
         session = _HERE.session or _PROCESS.session  # a part is seen by who saw its call begin
         if session is None:
             return operation(*args, **kwargs)

@@ -590,3 +590,22 @@ def test_a_rank_sends_what_the_formula_says(pool, operation, ranks):
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_one_rank_sends_nothing(pool, operation):
     assert pool.run(1, bytes_sent, operation, Case((1000,))) == [0]
+
+
+def outside(run):
+    """What the ranks that are no members of a group are told, and what the members get."""
+    group = run.new_group([1, 2])
+    x = torch.ones(2)
+    if group is None:
+        with pytest.raises(ValueError, match="all_reduce: this rank is no member of the group"):
+            comm.all_reduce(x, group=group)
+        with pytest.raises(ValueError, match="exchange: this rank is no member of the group"):
+            p2p.send(x, 1, group=group)
+    else:
+        comm.all_reduce(x, group=group)
+    return x.tolist()
+
+
+def test_a_rank_that_is_no_member_is_told_so(pool):
+    """torch takes None for the world."""
+    assert pool.run(3, outside) == [[1, 1], [2, 2], [2, 2]]

@@ -285,3 +285,11 @@ def test_a_hanging_job_is_read_from_outside_and_after_it_was_killed(tmp_path):
     words = said()
     assert "rank 1 is behind, ranks 0, 2 are in call 3; its last: all_reduce of 9 float32, call 2 of group 0" in words
     assert "ranks 0, 2 are in all_reduce of 5 float32, call 3 of group 0 (ranks 0…2): in flight for" in words
+
+
+def test_a_group_too_long_for_its_field_is_cut_at_a_rank():
+    ranks = tuple(n * n for n in range(40))
+    call = Call("barrier", None, name="7", ranks=ranks)
+    _, field = journal._names(call)
+    assert len(field) <= 64 and field.endswith(b",+")
+    assert ranks_of(field.decode()) == list(ranks[: len(ranks_of(field.decode()))])
