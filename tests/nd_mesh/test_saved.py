@@ -70,6 +70,36 @@ def photographed(run: Runtime, folder: Path, album: Path) -> list[dict]:
     return states
 
 
+def forced_and_named(run: Runtime, folder: Path) -> list[str]:
+    """Save once; the names of what was forced to the disk and of what got its name, in their order, on this rank."""
+    built, order = trainer(run, config(run.size)), []
+    sync, rename = durable.sync, Path.rename
+
+    def syncing(path: Path) -> None:
+        order.append(path.name)
+        sync(path)
+
+    def renaming(path: Path, to: Path) -> Path:
+        order.append(f"{path.name} is {Path(to).name}")
+        return rename(path, to)
+
+    durable.sync, Path.rename = syncing, renaming
+    try:
+        built.save(folder, 1)
+    finally:
+        durable.sync, Path.rename = sync, rename
+    return order
+
+
+def test_every_file_is_on_the_disk_before_the_checkpoint_has_its_name(pool, tmp_path):
+    """A kill leaves what the system has in its memory; a loss of power does not."""
+    out = tmp_path / "run"
+    first, second = pool.run(2, forced_and_named, out)
+    assert second == ["rank-1.safetensors"]  # and then this rank agrees that it has written
+    assert first[0] == "rank-0.safetensors" and "state.json.tmp" in first
+    assert first[-2:] == ["step-000001.tmp is step-000001", "run"]
+
+
 def resumed_from_all(run: Runtime, album: Path) -> list[tuple[int, dict]]:
     """From each photograph: the step that is resumed and the state; then step 2 is saved there, and is the latest."""
     found = []
