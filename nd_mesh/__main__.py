@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from collectives import runtime
-from nd_mesh import config, data, folder, metrics, train
+from nd_mesh import config, data, folder, loop, metrics
 from nd_mesh.agreement import Stopped
 
 
@@ -62,7 +62,7 @@ def main(arguments: Sequence[str]) -> int:
         return 2
     with runtime.start(timeout=settings.train.timeout) as run:
         try:
-            train.train(settings, training, validation, run)
+            loop.train(settings, training, validation, run)
         except Stopped as stopped:  # on every rank, so all leave in good order
             print(f"{told_by}error: {stopped}", file=sys.stderr)
             return 2

@@ -320,29 +320,26 @@ def test_who_does_not_answer_is_a_rank_of_the_world(pool):
 # ---- point-to-point
 
 
-def shape_of_message(run):
+def one_message(run, sent, buffer):
+    """From rank 0 to rank 1."""
     group = fresh(run)
     if run.rank == 0:
-        p2p.send(torch.ones(4), 1, group=group)
+        p2p.send(sent, 1, group=group)
     elif run.rank == 1:
-        p2p.recv(torch.ones(5), 0, group=group)
+        p2p.recv(buffer, 0, group=group)
+
+
+def shape_of_message(run):
+    one_message(run, torch.ones(4), torch.ones(5))
 
 
 def dtype_of_message(run):
-    group = fresh(run)
-    if run.rank == 0:
-        p2p.send(torch.ones(4), 1, group=group)
-    elif run.rank == 1:
-        p2p.recv(torch.ones(4, dtype=torch.int32), 0, group=group)
+    one_message(run, torch.ones(4), torch.ones(4, dtype=torch.int32))
 
 
 def message_larger_than_its_buffer(run):
     """Without the check gloo ends the process of the receiver."""
-    group = fresh(run)
-    if run.rank == 0:
-        p2p.send(torch.ones(5), 1, group=group)
-    elif run.rank == 1:
-        p2p.recv(torch.ones(4), 0, group=group)
+    one_message(run, torch.ones(5), torch.ones(4))
 
 
 def second_message(run):

@@ -7,11 +7,11 @@ from torch import nn
 from collectives import comm, p2p
 from ddp import bucketed, naive, overlapped
 from tests import passthrough
-from tests.ddp.training import furthest
+from tests.ddp.training import STEPS, sgd, worst
+from tests.ddp.versions import snapshot
 
 WRAPS = [naive.wrap, bucketed.wrap, overlapped.wrap]
 SHARES = {1: [5], 2: [4, 1], 3: [2, 0, 3], 4: [1, 2, 0, 4]}  # rows of each rank
-STEPS, ULP = 3, torch.finfo(torch.float64).eps
 
 
 class Net(nn.Module):
@@ -36,7 +36,7 @@ def net(seed):
 
 def steps(model, params, rows, count, *, finish=lambda: None, after_step=lambda: None):
     """Train on these of `count` rows: [(gradients, values)] by name, after each step. The loss is a mean over all."""
-    optimizer, done = torch.optim.SGD(params, lr=0.3, momentum=0.9), []
+    optimizer, done = sgd(params), []
     numbers = torch.Generator().manual_seed(0)
     for _ in range(STEPS):
         x, cotangent = (torch.randn(count, width, generator=numbers, dtype=torch.float64) for width in (6, 5))
@@ -44,11 +44,10 @@ def steps(model, params, rows, count, *, finish=lambda: None, after_step=lambda:
         for row in rows:
             ((model(x[row : row + 1], [row]) * cotangent[row]).sum() / count).backward()
         finish()
-        named = dict(model.named_parameters())
-        grads = {name: None if p.grad is None else p.grad.clone() for name, p in named.items()}
+        grads, _ = snapshot(model)
         optimizer.step()
         after_step()
-        done.append((grads, {name: p.detach().clone() for name, p in named.items()}))
+        done.append((grads, snapshot(model)[1]))
     return done
 
 
@@ -60,31 +59,13 @@ def train(run, wrap, shares):
     return steps(model, handle.parameters(), rows, sum(shares), finish=handle.finish, after_step=handle.after_step)
 
 
-def worst(ours, expected):
-    """The largest error of a gradient and of an update, as a share of what is allowed."""
-    share, before = 0.0, net(0).state_dict()
-    for (grads, values), (true_grads, true_values) in zip(ours, expected, strict=True):
-        largest = max(float(grad.abs().max()) for grad in true_grads.values() if grad is not None)
-        for name, true in true_grads.items():
-            if true is None:
-                assert grads[name] is None and torch.equal(values[name], before[name])
-                continue
-            allowed = 1e-12 * float(true.abs().max()) + 1e-14 * largest
-            share = max(share, furthest(grads[name], true) / allowed)
-            moved, size = (float(x.abs().max()) for x in (true_values[name] - before[name], true_values[name]))
-            assert moved > 1e-4 * size, f"{name} moves too little to judge its update"
-            share = max(share, furthest(values[name], true_values[name]) / (1e-10 * moved + 4 * ULP * size))
-        before = true_values
-    return share
-
-
 @pytest.mark.parametrize("wrap", WRAPS, ids=lambda wrap: wrap.__module__)
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_gradients_and_updates_are_those_of_one_process(pool, ranks, wrap):
     model, rows = net(0), sum(SHARES[ranks])
     expected = steps(model, model.parameters(), range(rows), rows)
     for done in pool.run(ranks, passthrough.run, train, wrap, SHARES[ranks]):
-        assert worst(done, expected) <= 1
+        assert worst(done, expected, net(0).state_dict()) <= 1
 
 
 def without_a_reduction(run, wrap, shares):
@@ -102,4 +83,5 @@ def without_a_reduction(run, wrap, shares):
 def test_parity_sees_a_missing_reduction(pool, wrap):
     model, rows = net(0), sum(SHARES[2])
     expected = steps(model, model.parameters(), range(rows), rows)
-    assert worst(pool.run(2, passthrough.run, without_a_reduction, wrap, SHARES[2])[0], expected) > 1e9
+    done = pool.run(2, passthrough.run, without_a_reduction, wrap, SHARES[2])[0]
+    assert worst(done, expected, net(0).state_dict()) > 1e9

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from nd_mesh import __main__ as command
-from nd_mesh import data, metrics, train
+from nd_mesh import data, loop, metrics, train
 from nd_mesh.train import Trainer
 from tests.jobs import FAILING_NOW
 
@@ -17,7 +17,7 @@ PLACES = {
     "gradients": (Trainer, "gradients"),
     "update": (Trainer, "update"),
     "evaluate": (Trainer, "evaluate"),
-    "sample": (train, "generate"),
+    "sample": (loop, "generate"),
     "report": (metrics.Report, "step"),
     "save": (Trainer, "save"),
 }

@@ -6,14 +6,13 @@ from dataclasses import asdict, replace
 
 import numpy as np
 
-from nd_mesh import manifest
-from nd_mesh import train as module
+from nd_mesh import loop, manifest
 from nd_mesh.config import validated
 from tests.nd_mesh.test_state import config, stream
 
 
 def write_a_manifest(run, cfg):
-    module.train(cfg, stream(), stream(), run)
+    loop.train(cfg, stream(), stream(), run)
 
 
 def test_content(pool, tmp_path):

@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 from collectives.runtime import Runtime
-from nd_mesh import durable, metrics, saved
-from nd_mesh import train as module
+from nd_mesh import durable, loop, metrics, saved
 from nd_mesh.agreement import Stopped
 from nd_mesh.config import ConfigError
 from tests import jobs
@@ -185,7 +184,7 @@ def with_largest_file(run: Runtime, out: Path, rank: int, limit: int, resume: st
     if run.rank == rank:
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
     try:
-        module.train(cfg, stream(), stream(), run)
+        loop.train(cfg, stream(), stream(), run)
     except Stopped as stopped:
         return str(stopped)
     finally:
@@ -219,7 +218,7 @@ def with_full_disk(run: Runtime, out: Path, name: str, writes: int) -> str:
 
     Path.open = opened
     try:
-        module.train(config(run.size, out=str(out), save_every=2), stream(), stream(), run)
+        loop.train(config(run.size, out=str(out), save_every=2), stream(), stream(), run)
     except Stopped as stopped:
         return str(stopped)
     finally:
@@ -258,7 +257,7 @@ def on_a_small_disk(run: Runtime, out: Path, free: int) -> list[str]:
         space = os.statvfs(out.parent)
         (out.parent / "filler").write_bytes(b"x" * max(0, space.f_bavail * space.f_frsize - free))
     try:
-        module.train(config(run.size, out=str(out), save_every=1), stream(), stream(), run)
+        loop.train(config(run.size, out=str(out), save_every=1), stream(), stream(), run)
         told = ["done"]
     except Stopped as stopped:
         told = [str(stopped)]

@@ -16,8 +16,7 @@ from torch import nn
 from collectives import layout, rng
 from collectives.layout import Box, Constant, Held
 from collectives.runtime import Runtime
-from nd_mesh import metrics, saved, state
-from nd_mesh import train as module
+from nd_mesh import loop, metrics, saved, state
 from nd_mesh.agreement import Stopped
 from nd_mesh.config import Config, DataConfig, MeshConfig, ModelConfig, TrainConfig, WatchConfig
 from nd_mesh.train import Trainer, learning_rate
@@ -104,7 +103,7 @@ def run_until(run: Runtime, cfg: Config, last: int | None) -> str:
 
     Trainer.step = step
     try:
-        module.train(cfg, stream(), stream(), run)
+        loop.train(cfg, stream(), stream(), run)
     except (KeyboardInterrupt, Stopped) as end:
         return str(end)
     finally:

@@ -1,6 +1,5 @@
 """The trainer: what every mesh has in common, and what a step without a single valid token does."""
 
-import json
 from dataclasses import replace
 
 import numpy as np
@@ -171,16 +170,6 @@ def test_evaluation_takes_no_more_rows_at_a_time_than_training(pool):
     assert all(max(rows) == 1 for rows in seen) and len(seen[0]) == len(seen[1])
 
 
-def described(run: Runtime, cfg: Config) -> list[str]:
-    return module.describe(trainer(run, cfg, documents()))
-
-
-def test_an_uneven_deal_is_told(pool):
-    told = [line for line in pool.run(3, described, config(3, batch=5))[0] if "unevenly" in line]
-    assert told == ["rows are dealt unevenly: [2, 2, 1] a rank, each over 1 microbatches"]
-    assert not any("unevenly" in line for line in pool.run(3, described, config(3, batch=6))[0])
-
-
 @pytest.mark.parametrize("warmup", [0, 3])
 def test_learning_rate(warmup):
     ours = [learning_rate(replace(TRAIN, warmup=warmup, steps=13), step) for step in range(13)]
@@ -264,26 +253,3 @@ def test_bigram_loss_is_the_reference():
     texts, held_out = documents(), documents((30, 2, 7))
     ours = metrics.bigram_loss(parity.stream(texts, 16), parity.stream(held_out, 16), 37)
     assert abs(ours - loop.bigram_loss(texts, held_out, 37)) < 1e-12
-
-
-def report_a_run(run: Runtime, cfg: Config) -> None:
-    stream = parity.stream(documents(), 16)
-    module.train(cfg, stream, stream, run)
-
-
-def test_files_of_a_run(pool, tmp_path):
-    """metrics.jsonl in full precision, the sample, the curve; an earlier run in the same folder is kept."""
-    cfg = config(2, out=str(tmp_path / "run"), evaluate_every=4)
-    for _ in range(2):
-        pool.run(2, report_a_run, cfg)
-    for folder in ("run", "run.1"):
-        records = metrics.read(tmp_path / folder)
-        steps = [Record(**record) for record in records if "loss" in record]
-        assert [step.step for step in steps] == list(range(1, 9))
-        assert [record["step"] for record in records if "validation_loss" in record] == [4, 8]
-        assert (tmp_path / folder / "loss.png").read_bytes().startswith(b"\x89PNG")
-        assert (tmp_path / folder / "sample.txt").read_text().startswith("\x01")
-    first, again = (
-        [json.dumps(r["loss"]) for r in metrics.read(tmp_path / f) if "loss" in r] for f in ("run", "run.1")
-    )
-    assert first == again and all(len(loss) > 12 for loss in first)

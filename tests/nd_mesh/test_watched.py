@@ -8,7 +8,8 @@ import torch
 from collectives import comm, journal, verdict
 from nd_mesh import metrics
 from nd_mesh.config import WatchConfig
-from tests.nd_mesh.test_train import config, report_a_run
+from tests.nd_mesh.test_loop import report_a_run
+from tests.nd_mesh.test_train import config
 from tests.pool import RankFailed
 
 

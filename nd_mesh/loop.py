@@ -1,0 +1,113 @@
+"""The run around the trainer: it is built or resumed, steps, evaluates, saves, and writes a sample; rank 0 reports.
+
+What one rank finds out, a folder that cannot be opened or a disk that is full, every rank acts on together.
+"""
+
+import shutil
+import time
+from pathlib import Path
+
+from collectives.checked import Checked
+from collectives.journal import Journal
+from collectives.ledger import Ledger
+from collectives.runtime import Runtime
+from collectives.watch import Watcher, watching
+from nd_mesh import data, manifest, metrics, saved
+from nd_mesh.agreement import Stopped, agree, attempt
+from nd_mesh.config import Config
+from nd_mesh.mesh import AXES
+from nd_mesh.sample import generate
+from nd_mesh.train import Trainer
+
+
+def train(config: Config, training: data.Stream, validation: data.Stream, run: Runtime) -> None:
+    """The whole run: build or resume, step, evaluate, save, write a sample. Collective over the world; rank 0 reports.
+
+    Raises Stopped on every rank for a checkpoint that cannot be resumed, and when a write fails on any.
+    """
+    trainer = Trainer(config, training, validation, run)
+    out, resumed = Path(config.train.out), None
+    if config.train.resume:
+        resumed = _resumed(trainer)
+    first = resumed.step if resumed else 0
+    report = metrics.Report(out, config.train.steps, first=first, shown=run.rank == 0)
+    attempt(lambda: _open(report, trainer, resumed) if run.rank == 0 else None, run)
+    for line in (*describe(trainer), *([f"resumed from {resumed.path}"] if resumed else []), metrics.COLUMNS):
+        report.say(line)
+    ledger = Ledger()
+    with watching(*_watchers(config, run), *([ledger] if config.watch.ledger else [])):
+        _steps(trainer, report, first)
+    if config.watch.ledger:
+        report.say(ledger.table())
+    if config.model.vocab <= 1024:  # a table of vocab² counts
+        baseline = metrics.bigram_loss(training, validation, config.model.vocab)
+        report.say(f"bigram model of the same split {baseline:.4f}")
+    if config.data.format == "text":
+        prompt, settings = list(config.train.prompt.encode()), {"context": config.data.context, "vocab": 256}
+        tokens = generate(trainer.model, prompt, config.train.sample, seed=config.train.seed, **settings)
+        report.sample(bytes(tokens).decode(errors="replace"))
+    report.close()
+    agree(report.failure, run)
+
+
+def _resumed(trainer: Trainer) -> saved.Checkpoint:
+    checkpoint, steps = trainer.resume(Path(trainer.config.train.resume)), trainer.config.train.steps
+    if checkpoint.step >= steps:
+        raise Stopped(f"{checkpoint.path} is at step {checkpoint.step} of train.steps={steps}: raise train.steps")
+    return checkpoint
+
+
+def _open(report: metrics.Report, trainer: Trainer, resumed: saved.Checkpoint | None) -> None:
+    """On rank 0. A run resumed from a checkpoint in its own folder goes on in it, any other has a new one."""
+    facts = manifest.of(trainer.config, trainer.run, trainer.data_hash)
+    report.open(facts, going_on=resumed is not None and resumed.path.parent.resolve() == report.out.resolve())
+
+
+def _watchers(config: Config, run: Runtime) -> list[Watcher]:
+    """Those that the config asks for, from the first step on."""
+    folder = Path(config.train.out) / "journal"
+    journals = []
+    if config.watch.journal:
+        attempt(lambda: shutil.rmtree(folder, ignore_errors=True) if run.rank == 0 else None, run)
+        attempt(lambda: journals.append(Journal(folder, run.rank)), run)
+    checked = [Checked(run, min(30.0, config.train.timeout))] if config.watch.checked else []
+    return [*journals, *checked]  # the journal first, so that it shows who waits in a check
+
+
+def _steps(trainer: Trainer, report: metrics.Report, first: int) -> None:
+    """Steps first+1 … of the run, each with what is due after it: a record, an evaluation, a checkpoint."""
+    train, out, began = trainer.config.train, Path(trainer.config.train.out), time.perf_counter()
+    for step in range(first, train.steps):
+        report.step(record := trainer.step(step))
+        if _due(train.evaluate_every, record.step) or record.step == train.steps:
+            report.evaluation(record.step, trainer.evaluate())
+        agree(report.failure, trainer.run)
+        if train.save_every and (_due(train.save_every, record.step) or record.step == train.steps):
+            report.say(f"saved {trainer.save(out, record.step)}")
+    report.say(f"trained for {time.perf_counter() - began:.0f} s, evaluation included")
+
+
+def _due(every: int, step: int) -> bool:
+    return every > 0 and step % every == 0
+
+
+def describe(trainer: Trainer) -> list[str]:
+    """What a run is, before its first step: mesh and rank map, model, data, and an uneven deal of rows."""
+    config, run = trainer.config, trainer.run
+    axes = " × ".join(f"{axis} {getattr(config.mesh, axis)}" for axis in AXES)
+    parameters = sum(param.numel() for param in trainer.handle.parameters())
+    stream, held_out = trainer.train_stream, trainer.validation_stream
+    lines = [
+        f"{run.size} ranks, {run.backend} on {run.device.type}, {config.train.dtype}, mesh {axes}",
+        *([trainer.mesh.grid.rank_map()] if run.size > 1 else []),
+        f"{parameters / 1e6:.2f} M parameters on this rank",
+        f"{len(stream.tokens):,} training tokens in {len(stream.starts):,} documents, "
+        f"{len(held_out.tokens):,} for validation",
+        f"{config.train.batch} rows of {config.data.context} tokens a step, {config.train.steps} steps: "
+        f"{config.train.steps * config.train.batch / stream.samples:.2f} epochs",
+    ]
+    parts = trainer.mesh.size("batch")
+    if config.train.batch % (parts * config.train.microbatches):
+        shares = [len(data.deal(range(config.train.batch), parts, part)) for part in range(parts)]
+        lines.append(f"rows are dealt unevenly: {shares} a rank, each over {config.train.microbatches} microbatches")
+    return lines
