@@ -13,6 +13,7 @@ leaves a node by one of its network cards; NCCL lays a ring through each, and so
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from types import MappingProxyType
 
 import numpy as np
@@ -117,9 +118,9 @@ def of(collective: str, algorithm: str, n: float, ranks: int, topology: Topology
         of("all_reduce", "hierarchical", 1e9, 16, dgx).seconds   0.0065, and 0.0090: most bytes stay in the node
 
     n: bytes of the whole message: the tensor of all_reduce, broadcast, reduce; all pieces together of the others; the
-    token of a barrier. P should divide n. Bytes count as they travel: partial sums of float16 and bfloat16 do so in
-    float32, twice as large, in all algorithms but naive, direct and pairwise. choice: `chunks`, as for `rounds`. Raises
-    ValueError for what `rounds` refuses.
+    token of a barrier. P should divide n. Bytes count as they travel: partial sums of 16-bit numbers do so in float32,
+    twice as large, by ring, tree, doubling, halving and hierarchical; naive, star, direct and pairwise send none.
+    choice: `chunks`, as for `rounds`. Raises ValueError for what `rounds` refuses.
     """
     if algorithm == "hierarchical":
         choice = {"per_node": topology.per_node}
@@ -215,36 +216,46 @@ def _dissemination(size: int, n: float) -> Iterator[Round]:
 
 
 def _doubling(size: int, n: float) -> Iterator[Round]:
-    first, second, seats = _seats(size)
-    if len(second):
-        yield Round(second, second - 1, n)
-    for distance in _powers(len(seats)):
-        yield Round(first[seats], first[seats ^ distance], n)
-    if len(second):
-        yield Round(second - 1, second, n)
+    seats, first = _seats(size)
+    steps = (Round(first[seats], first[seats ^ distance], n) for distance in _powers(len(seats)))
+    return _folded(size, steps, before=n, after=n)
 
 
 def _doubling_all_gather(size: int, n: float) -> Iterator[Round]:
-    first, second, seats = _seats(size)
-    if len(second):
-        yield Round(second, second - 1, n / size)
+    return _folded(size, _doubled(size, n), before=n / size, after=n - n / size)
+
+
+def _halving(size: int, n: float) -> Iterator[Round]:
+    return _folded(size, _halved(size, n), before=n, after=n / size)
+
+
+def _halving_all_reduce(size: int, n: float) -> Iterator[Round]:
+    return _folded(size, chain(_halved(size, n), _doubled(size, n)), before=n, after=n)
+
+
+def _doubled(size: int, n: float) -> Iterator[Round]:
+    """Who sits in a seat knows the pieces of its ranks, and in the end all."""
+    seats, first = _seats(size)
     for distance in _powers(len(seats)):
         start = seats // distance * distance
-        held = first[start + distance] - first[start]  # pieces: one for each rank in these seats
-        yield Round(first[seats], first[seats ^ distance], held * n / size)
-    if len(second):
-        yield Round(second - 1, second, n)
+        known = first[start + distance] - first[start]  # pieces, one for each rank in these seats
+        yield Round(first[seats], first[seats ^ distance], known * n / size)
 
 
-def _seats(size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Ranks folded into 2^k seats, of which the first P - 2^k hold two ranks each.
-
-    (The first rank of each seat, and P; the second ranks, where there are any; the seats.)
-    """
+def _seats(size: int) -> tuple[np.ndarray, np.ndarray]:
+    """(2^k seats, the first rank in each, and P): the ranks folded, two to each of the first P - 2^k seats."""
     seats = np.arange(1 << (size.bit_length() - 1))
-    doubled = size - len(seats)
-    first = np.append(seats + np.minimum(seats, doubled), size)
-    return first, 2 * np.arange(doubled) + 1, seats
+    return seats, np.append(seats + np.minimum(seats, size - len(seats)), size)
+
+
+def _folded(size: int, steps: Iterable[Round], before: float, after: float) -> Iterator[Round]:
+    """The second ranks of seats, guests, give their hosts so many bytes before, and are told so many after."""
+    guests = np.arange(1, 2 * (size - len(_seats(size)[0])), 2)
+    if len(guests):
+        yield Round(guests, guests - 1, before)
+    yield from steps
+    if len(guests):
+        yield Round(guests - 1, guests, after)
 
 
 def _backwards(played: Callable[..., Iterable[Round]]) -> Callable[..., Iterator[Round]]:
@@ -255,6 +266,10 @@ def _backwards(played: Callable[..., Iterable[Round]]) -> Callable[..., Iterator
         return (Round(r.dst, r.src, r.nbytes, r.times) for r in reversed(list(played(*args, **choice))))
 
     return dual
+
+
+def _halved(size: int, n: float) -> Iterator[Round]:
+    return _backwards(_doubled)(size, n)
 
 
 def _then(*parts: Callable[..., Iterable[Round]]) -> Callable[..., Iterator[Round]]:
@@ -281,8 +296,8 @@ def _in_each(groups: np.ndarray, played: Iterable[Round]) -> Iterator[Round]:
 class Algorithm:
     """Its rounds, and for the reader the two formulas that follow from them.
 
-    P ranks, g of them in a node, n bytes, C chunks. A bare log₂P, and the tree's n/2, are those of a P that is a power
-    of two. Another P folds its ranks into 2^k seats, k = ⌊log₂P⌋: two steps more, and up to n bytes each way.
+    n bytes, P = L·N ranks, L in each of N nodes, C chunks. A bare log₂P, and the tree's n/2, are those of a P that is a
+    power of two. Another P folds its ranks into 2^k seats, k = ⌊log₂P⌋: two steps more, and up to n bytes in each.
     """
 
     rounds: Callable[..., Iterator[Round]]
@@ -298,12 +313,10 @@ ALGORITHMS: MappingProxyType[tuple[str, str], Algorithm] = MappingProxyType(
         ("all_reduce", "doubling"): Algorithm(_doubling, "log₂P", "n·log₂P"),
         ("all_reduce", "ring"): Algorithm(_then(_ring, _ring), "2(P-1)", "2n(P-1)/P"),
         ("all_reduce", "direct"): Algorithm(_then(_pieces_to_all, _pieces_to_all), "2", "2n(P-1)/P"),
-        ("all_reduce", "halving"): Algorithm(
-            _then(_backwards(_doubling_all_gather), _doubling_all_gather), "2log₂P", "2n(P-1)/P"
-        ),
-        ("all_reduce", "hierarchical"): Algorithm(_hierarchical, "2(g-1) + 2(P/g-1)", "2n(P-1)/P"),
+        ("all_reduce", "halving"): Algorithm(_halving_all_reduce, "2log₂P", "2n(P-1)/P"),
+        ("all_reduce", "hierarchical"): Algorithm(_hierarchical, "2(L-1)+2(N-1)", "2n(P-1)/P"),
         ("reduce_scatter", "ring"): Algorithm(_ring, "P-1", "n(P-1)/P"),
-        ("reduce_scatter", "halving"): Algorithm(_backwards(_doubling_all_gather), "log₂P", "n(P-1)/P"),
+        ("reduce_scatter", "halving"): Algorithm(_halving, "log₂P", "n(P-1)/P"),
         ("reduce_scatter", "pairwise"): Algorithm(_pairwise, "P-1", "n(P-1)/P"),
         ("reduce_scatter", "direct"): Algorithm(_pieces_to_all, "1", "n(P-1)/P"),
         ("all_gather", "ring"): Algorithm(_ring, "P-1", "n(P-1)/P"),
