@@ -35,7 +35,7 @@ def own(piece: Tensor, pieces: Sequence[Tensor], group: dist.ProcessGroup) -> Te
 
 
 def edges(whole: Tensor, size: int) -> list[int]:
-    """Where the pieces begin, and at last where they end: neighbours a … b−1 are whole.view(-1)[edges[a] : edges[b]]."""
+    """Where the pieces begin, and where the last one ends: those of ranks a … b-1 lie at edges[a] : edges[b]."""
     return [0, *accumulate(piece.numel() for piece in cut(whole, size))]
 
 

@@ -2,11 +2,11 @@
 
     @stepwise
     def to_the_next(output, input, *, group):
-        yield p2p.exchange([(input, after)], [(output, before)], group=group)    # a step is under way
-        ...                                                                      # it is over: add, and start another
+        yield p2p.exchange([(input, after)], [(output, before)], group=group)  # a step is under way
+        ...                                                                    # it is over: add, and start another
 
 Called, it runs to its end. With async_op=True it starts its first step and returns a handle: a ring then needs a hand
-between its steps, which is `wait`, or `advance` for one step at a time; the direct exchange, of a single step, does not.
+between its steps, which is `wait`, or `advance` for one step at a time; the direct exchange, a single step, does not.
 What a generator holds, its buffers, lives as long as its handle. PyTorch's counterpart: Work, whose steps a thread or
 the GPU carries out.
 """

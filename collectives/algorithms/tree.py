@@ -1,9 +1,9 @@
 """The binomial tree: what one rank knows, two know after a step, then four, then eight.
 
-A broadcast takes ⌈log₂ P⌉ steps, the root sends n bytes in each; a reduce is the same tree, from the leaves to the root.
-scatter and gather send, with a message for a subtree, the pieces of all its ranks: n(P-1)/P bytes from, or to, the root
-in as many steps. all-reduce and barrier go up and down the tree. Few steps: for messages so short that latency is all;
-long ones cost log₂ P times what they must.
+A broadcast takes ⌈log₂ P⌉ steps, the root sends n bytes in each; a reduce is the same tree, from the leaves to the
+root. scatter and gather send the pieces of a whole subtree in one message: n(P-1)/P bytes from, or to, the root in as
+many steps. all-reduce and barrier go up and down the tree. Few steps: for messages so short that latency is all; long
+ones cost log₂ P times what they must.
 
 Counted from the root, rank v hangs below v less its lowest set bit, so that a subtree is ranks v … v + 2^i - 1:
 
@@ -31,9 +31,9 @@ from collectives.algorithms.steps import Steps, stepwise
 
 @dataclass(frozen=True)
 class Place:
-    """This rank's place in the tree of a root: v, counted from there, and the length of its subtree v … v + span - 1."""
+    """This rank's place in the tree that hangs from a root."""
 
-    v: int
+    v: int  # this rank, counted from the root
     root: int
     size: int
 
@@ -49,7 +49,7 @@ class Place:
 
     @property
     def span(self) -> int:
-        """Ranks in the subtree, this one included."""
+        """Ranks in its subtree, which are v … v + span - 1."""
         return min(self.lowest, self.size - self.v)
 
     def rank(self, v: int) -> int:
