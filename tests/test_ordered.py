@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from collectives import p2p
+from collectives.algorithms import direct
 from tests import in_flight, ordered
 
 LANES = ("pair", "group")
@@ -427,6 +428,20 @@ def test_accepted(program, ranks):
 @pytest.mark.parametrize(("program", "ranks"), [case for case in CASES if case.values[1] <= 4])
 def test_real_ranks_agree(pool, program, ranks):
     assert ordered.run(ranks, program).results == pool.run(ranks, program)
+
+
+def summed(run):
+    x = of(run.rank, 8)
+    direct.all_reduce(x, group=run.world)
+    return x.tolist()
+
+
+@pytest.mark.parametrize("lanes", LANES)
+@pytest.mark.parametrize("ranks", range(1, 9))
+def test_the_direct_exchange(ranks, lanes):
+    report = ordered.run(ranks, summed, lanes=lanes)
+    assert report.results == [[sum(range(ranks))] * 8] * ranks
+    assert (report.messages, report.steps) == (2 * ranks * (ranks - 1), 2 * (ranks > 1))
 
 
 # -- faults planted in the network -------------------------------------------------------------------------------------
