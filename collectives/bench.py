@@ -55,7 +55,7 @@ def all_reduce(run: Runtime, n: int) -> Case:
     return _exchange(
         f"all_reduce of {n:,} bytes",
         n,
-        lambda: direct.all_reduce(whole, dist.ReduceOp.SUM, group=run.world).wait(),
+        lambda: direct.all_reduce(whole, dist.ReduceOp.SUM, group=run.world),
         lambda: dist.all_reduce(whole, group=run.world),
     )
 
@@ -66,7 +66,7 @@ def reduce_scatter(run: Runtime, n: int) -> Case:
     return _exchange(
         f"reduce_scatter of {n:,} bytes",
         n,
-        lambda: direct.reduce_scatter(piece, whole, dist.ReduceOp.SUM, group=run.world).wait(),
+        lambda: direct.reduce_scatter(piece, whole, dist.ReduceOp.SUM, group=run.world),
         lambda: _REDUCE_SCATTER(piece, whole, group=run.world),
     )
 
@@ -77,7 +77,7 @@ def all_gather(run: Runtime, n: int) -> Case:
     return _exchange(
         f"all_gather of {n:,} bytes",
         n,
-        lambda: direct.all_gather(whole, piece, group=run.world).wait(),
+        lambda: direct.all_gather(whole, piece, group=run.world),
         lambda: _ALL_GATHER(whole, piece, group=run.world),
     )
 

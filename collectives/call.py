@@ -116,6 +116,31 @@ def all_gather_single(output: Tensor, input: Tensor, *, group: Any, **_: Any) ->
     return _of("all_gather_single", group, output, input, other=_kind(output))
 
 
+def reduce_scatter(
+    output: Tensor,
+    inputs: Sequence[Tensor],
+    op: Any = dist.ReduceOp.SUM,
+    *,
+    group: Any,
+    ordered: bool = False,
+    **_: Any,
+) -> Call:
+    """n: the whole, all of a rank's inputs; the sizes of the pieces must agree."""
+    return _of_pieces("reduce_scatter", group, inputs, output, reduction=op, ordered=ordered)
+
+
+def all_gather(outputs: Sequence[Tensor], input: Tensor, *, group: Any, **_: Any) -> Call:
+    """n: the whole, all of a rank's outputs; the sizes of the pieces must agree."""
+    return _of_pieces("all_gather", group, outputs, input)
+
+
+def _of_pieces(op: str, group: dist.ProcessGroup, pieces: Sequence[Tensor], piece: Tensor, **more: Any) -> Call:
+    sizes = [each.numel() for each in pieces]
+    nbytes = sum(each.nbytes for each in pieces)
+    dtype = pieces[0].dtype if pieces else piece.dtype
+    return Call(op, group, sizes, dtype, sum(sizes), nbytes, other=((), piece.dtype), **more)
+
+
 def all_to_all_single(
     output: Tensor,
     input: Tensor,
@@ -184,8 +209,8 @@ CALLS: MappingProxyType[str, Callable[..., Call]] = MappingProxyType(
     {
         describe.__name__: describe
         for describe in (
-            *(all_reduce, reduce_scatter_single, all_gather_single, all_to_all_single, broadcast, reduce),
-            *(gather, scatter, barrier, all_gather_object, exchange),
+            *(all_reduce, reduce_scatter_single, reduce_scatter, all_gather_single, all_gather, all_to_all_single),
+            *(broadcast, reduce, gather, scatter, barrier, all_gather_object, exchange),
         )
     }
 )

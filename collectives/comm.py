@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from collectives.algorithms import direct
+from collectives.algorithms.reduction import check_mean
 from collectives.p2p import Handle, dense_like
 from collectives.watch import watched
 
@@ -48,9 +49,9 @@ def all_reduce(
 
     All ranks wait on the handles of ordered ones in the same order: their second half starts at the wait.
     """
-    _check_mean(tensor, op)
+    check_mean(tensor, op)
     if _low_mean(tensor, op, group) or (ordered and dist.get_world_size(group) > 2):
-        return _in_place(tensor, lambda dense: direct.all_reduce(dense, op, group=group), async_op)
+        return _in_place(tensor, lambda dense: direct.all_reduce(dense, op, group=group, async_op=True), async_op)
     return _in_place(tensor, lambda dense: dist.all_reduce(dense, op, group=group, async_op=True), async_op)
 
 
@@ -67,10 +68,10 @@ def reduce_scatter_single(
     """Before: every rank holds an input of P equal pieces along dim 0. After: rank r holds the `op` of all pieces r, in
     `output`.
     """
-    _check_mean(input, op)
-    ours = dist.get_backend(group) == "gloo" or (ordered and dist.get_world_size(group) > 2)
-    call = direct.reduce_scatter if ours else _backend_reduce_scatter
-    return _into(output, input, lambda out, dense: call(out, dense, op, group=group), async_op)
+    check_mean(input, op)
+    _check_equal(input, output, group)
+    call = direct.reduce_scatter if _ours(group, ordered) else _backend_reduce_scatter
+    return _into(output, input, lambda out, dense: call(out, dense, op, group=group, async_op=True), async_op)
 
 
 @watched
@@ -80,9 +81,41 @@ def all_gather_single(
     """Before: rank r holds piece r. After: every rank holds all pieces along dim 0 of `output`, of which `input` may be
     its own part.
     """
-    ours = dist.get_backend(group) == "gloo" and output.numel() * output.element_size() >= _LARGE
+    _check_equal(output, input, group)
+    ours = dist.get_backend(group) == "gloo" and output.nbytes >= _LARGE
     call = direct.all_gather if ours else _backend_all_gather
-    return _into(output, input, lambda out, dense: call(out, dense, group=group), async_op)
+    return _into(output, input, lambda out, dense: call(out, dense, group=group, async_op=True), async_op)
+
+
+@watched
+def reduce_scatter(
+    output: Tensor,
+    inputs: Sequence[Tensor],
+    op: Any = SUM,
+    *,
+    group: dist.ProcessGroup,
+    async_op: bool = False,
+    ordered: bool = False,
+) -> Handle | None:
+    """reduce_scatter_single of pieces of any sizes, also none: rank r holds the `op` of all ranks' `inputs[r]`."""
+    check_mean(output, op)
+    _check_pieces(inputs, output, group)
+    call = direct.reduce_scatter if _ours(group, ordered) else dist.reduce_scatter
+    given, dense = [piece.detach().contiguous() for piece in inputs], dense_like(output.detach())
+    work = call(dense, given, op, group=group, async_op=True)
+    return _returned(Handle([work], _copy_back([output], [dense]), keep=[dense, *given]), async_op)
+
+
+@watched
+def all_gather(
+    outputs: Sequence[Tensor], input: Tensor, *, group: dist.ProcessGroup, async_op: bool = False
+) -> Handle | None:
+    """all_gather_single of pieces of any sizes, also none: every rank holds rank r's input in `outputs[r]`."""
+    _check_pieces(outputs, input, group)
+    call = direct.all_gather if dist.get_backend(group) == "gloo" else dist.all_gather
+    given, dense = input.detach().contiguous(), [dense_like(piece.detach()) for piece in outputs]
+    work = call(dense, given, group=group, async_op=True)
+    return _returned(Handle([work], _copy_back(outputs, dense), keep=[*dense, given]), async_op)
 
 
 @watched
@@ -120,7 +153,7 @@ def reduce(
     tensor: Tensor, group_dst: int, op: Any = SUM, *, group: dist.ProcessGroup, async_op: bool = False
 ) -> Handle | None:
     """After: rank `group_dst` of the group holds the elementwise `op`, in place; the others' tensors are undefined."""
-    _check_mean(tensor, op)
+    check_mean(tensor, op)
     if _low_mean(tensor, op, group):
         return all_reduce(tensor, op, group=group, async_op=async_op)
     return _in_place(
@@ -172,29 +205,59 @@ _ALL_GATHER: Callable = getattr(dist, "all_gather_single", None) or dist.all_gat
 _REDUCE_SCATTER: Callable = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-def _backend_all_gather(output: Tensor, input: Tensor, *, group: dist.ProcessGroup) -> dist.Work:
-    return _ALL_GATHER(output.view(-1), input.view(-1), group=group, async_op=True)
+def _backend_all_gather(output: Tensor, input: Tensor, **more: Any) -> dist.Work:
+    return _ALL_GATHER(output.view(-1), input.view(-1), **more)
 
 
-def _backend_reduce_scatter(output: Tensor, input: Tensor, op: Any, *, group: dist.ProcessGroup) -> dist.Work:
-    return _REDUCE_SCATTER(output.view(-1), input.view(-1), op=op, group=group, async_op=True)
+def _backend_reduce_scatter(output: Tensor, input: Tensor, op: Any, **more: Any) -> dist.Work:
+    return _REDUCE_SCATTER(output.view(-1), input.view(-1), op, **more)
+
+
+def _ours(group: dist.ProcessGroup, ordered: bool = False) -> bool:
+    """Whether a reduce-scatter is the direct exchange."""
+    return dist.get_backend(group) == "gloo" or (ordered and group.size() > 2)
+
+
+def _check_equal(whole: Tensor, piece: Tensor, group: dist.ProcessGroup) -> None:
+    if whole.numel() != group.size() * piece.numel():
+        raise ValueError(
+            f"the whole has {whole.numel()} elements, not {group.size()} times the piece's {piece.numel()}; "
+            "reduce_scatter and all_gather take pieces of different sizes"
+        )
+
+
+def _check_pieces(pieces: Sequence[Tensor], mine: Tensor, group: dist.ProcessGroup) -> None:
+    if len(pieces) != group.size() or pieces[group.rank()].numel() != mine.numel():
+        raise ValueError(
+            f"rank {group.rank()}: pieces of {[piece.numel() for piece in pieces]} elements are not one for each of"
+            f" {group.size()} ranks with {mine.numel()} for this one"
+        )
 
 
 def _in_place(tensor: Tensor, call: Callable[[Tensor], Any], async_op: bool) -> Handle | None:
-    data = tensor.detach()
-    dense = data.contiguous()
-    work = call(dense)
-    if dense is data and isinstance(work, Handle):
-        return _returned(work, async_op)  # as it is, so that its parts can be advanced one by one
-    copy_back = None if dense is data else lambda: data.copy_(dense)
+    dense = tensor.detach().contiguous()
+    work, copy_back = call(dense), _copy_back([tensor], [dense])
+    if hasattr(work, "advance") and copy_back is None:
+        return _returned(work, async_op)  # as it is, so that its steps can be taken one by one
     return _returned(Handle([work], copy_back, keep=[dense]), async_op)
 
 
 def _into(output: Tensor, input: Tensor, call: Callable[[Tensor, Tensor], Any], async_op: bool) -> Handle | None:
-    data, given = output.detach(), input.detach().contiguous()
-    dense = dense_like(data)
-    copy_back = None if dense is data else lambda: data.copy_(dense)
-    return _returned(Handle([call(dense, given)], copy_back, keep=[dense, given]), async_op)
+    dense, given = dense_like(output.detach()), input.detach().contiguous()
+    work = call(dense, given)
+    return _returned(Handle([work], _copy_back([output], [dense]), keep=[dense, given]), async_op)
+
+
+def _copy_back(outputs: Sequence[Tensor], dense: Sequence[Tensor]) -> Callable[[], None] | None:
+    """What is left to do for tensors that could not be written where they lie; None if nothing is."""
+    pairs = [(tensor.detach(), there) for tensor, there in zip(outputs, dense, strict=True)]
+    strided = [(tensor, there) for tensor, there in pairs if tensor.stride() != there.stride()]
+
+    def copy() -> None:
+        for tensor, there in strided:
+            tensor.copy_(there)
+
+    return copy if strided else None
 
 
 def _returned(handle: Handle, async_op: bool) -> Handle | None:
@@ -202,11 +265,6 @@ def _returned(handle: Handle, async_op: bool) -> Handle | None:
         return handle
     handle.wait()
     return None
-
-
-def _check_mean(tensor: Tensor, op: Any) -> None:
-    if op == AVG and not tensor.is_floating_point():
-        raise ValueError(f"a mean of {tensor.dtype} tensors is refused: sum them and divide as you mean it")
 
 
 def _low_mean(tensor: Tensor, op: Any, group: dist.ProcessGroup) -> bool:

@@ -70,7 +70,7 @@ def algorithm_bytes(call: Call) -> float:
     match call.op:
         case "all_reduce":
             sent = 2 * n * (size - 1) / size
-        case "reduce_scatter_single" | "all_gather_single" | "broadcast" | "reduce":
+        case "reduce_scatter_single" | "reduce_scatter" | "all_gather_single" | "all_gather" | "broadcast" | "reduce":
             sent = n * (size - 1) / size
         case "all_to_all_single":
             sent = n - (n * call.gives[call.rank] / sum(call.gives) if n else 0)

@@ -25,8 +25,8 @@ Message = tuple[Tensor, int]  # a tensor and the peer, a rank in the group
 class Handle:
     """An operation in flight. `wait` returns when its buffers hold the result and may be used again.
 
-    works: what to wait for. then: what is left to do on this rank afterwards; a handle that it returns is waited for
-    as well. keep: buffers that must live until the end.
+    works: what to wait for. then: what is left to do on this rank afterwards. keep: buffers that must live until the
+    end.
     """
 
     def __init__(
@@ -35,20 +35,20 @@ class Handle:
         self._works, self._then, self._keep = works, then, keep
 
     def advance(self) -> bool:
-        """Wait for what is under way, and start what follows it. Returns whether anything does; if not, it is over."""
+        """Wait for the step that is under way, and start the next one. Returns whether there is one; here there is only
+        one.
+        """
         works, then, self._works, self._then = self._works, self._then, (), None
         for work in works:
             work.wait()
-        with torch.no_grad():
-            following = then() if then is not None else None
-        if hasattr(following, "wait"):
-            self._works = (following,)
-        else:
-            self._keep = ()
-        return bool(self._works)
+        if then is not None:
+            with torch.no_grad():
+                then()
+        self._keep = ()
+        return False
 
     def wait(self) -> None:
-        """Wait for every part, one after the other; a second call does nothing."""
+        """Wait for all of it; a second call does nothing."""
         while self.advance():
             pass
 

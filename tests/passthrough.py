@@ -39,6 +39,19 @@ def all_gather_single(output, input, *, group, async_op=False):
     return handle(_ALL_GATHER(flat(output), flat(input), group=group, async_op=async_op))
 
 
+def reduce_scatter(output, inputs, op=SUM, *, group, async_op=False, ordered=False):
+    pieces = [flat(piece) for piece in inputs]
+    return handle(dist.reduce_scatter(flat(output), pieces, op, group=group, async_op=async_op))
+
+
+def all_gather(outputs, input, *, group, async_op=False):
+    """gloo's own takes equal pieces only, so everyone broadcasts."""
+    outputs[group.rank()].copy_(input)
+    for source, piece in enumerate(outputs):
+        dist.broadcast(flat(piece), group=group, group_src=source)
+    return p2p.Handle([]) if async_op else None
+
+
 def all_to_all_single(output, input, output_split_sizes=None, input_split_sizes=None, *, group, async_op=False):
     sizes = [None if sizes is None else list(sizes) for sizes in (output_split_sizes, input_split_sizes)]
     return handle(dist.all_to_all_single(whole(output), whole(input), *sizes, group=group, async_op=async_op))

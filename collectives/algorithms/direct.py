@@ -1,110 +1,86 @@
 """The direct exchange: every rank sends each peer the piece that is the peer's, all at once, and adds what it gets in
 rank order.
 
-reduce-scatter: one round of P-1 sends and receives, posted in one batch, the sum at the wait. all-gather: the same
-round the other way. all-reduce is one after the other. No step waits for a hand, as a ring's do, so the whole round
-runs beside computation. A rank sends n(P-1)/P of n bytes in each, as a ring does, and needs n(P-1)/P of memory for the
-pieces that arrive (a ring: n/P).
+reduce-scatter: one step, P-1 sends and receives posted in one batch, the sum at the wait. all-gather: the same step the
+other way. all-reduce is one after the other; all-to-all is the exchange itself. No step waits for a hand, as a ring's
+do, so the whole exchange runs beside computation. A rank sends n(P-1)/P of n bytes in each, as a ring does, and needs
+n(P-1)/P of memory for the pieces that arrive (a ring: 2n/P).
 
-Every element is the sum in the order of ranks 0, 1, 2 …, whatever buffer it lies in; float16 and bfloat16 are added in
-float32 and rounded once. PyTorch's counterpart: reduce_scatter_tensor, all_gather_into_tensor, all_reduce; neither
-NCCL's nor gloo's promise an order. Left out: splitting a message, and links that many peers share, for which rings
-exist.
+Every element is the sum in the order of ranks 0, 1, 2 …, whatever buffer it lies in. PyTorch's counterpart:
+reduce_scatter_tensor, all_gather_into_tensor, all_reduce; neither NCCL's nor gloo's promise an order. Left out: links
+that many peers share, for which rings exist.
 """
 
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from collectives.p2p import Handle, exchange
-
-_COMBINE = {
-    dist.ReduceOp.SUM: torch.add,
-    dist.ReduceOp.AVG: torch.add,
-    dist.ReduceOp.MIN: torch.minimum,
-    dist.ReduceOp.MAX: torch.maximum,
-    dist.ReduceOp.PRODUCT: torch.mul,
-}
+from collectives import p2p
+from collectives.algorithms.pieces import Whole, after, before, by_rows, cut, keep, own
+from collectives.algorithms.reduction import SUM, Reduction
+from collectives.algorithms.steps import Steps, stepwise
 
 
-def reduce_scatter(output: Tensor, input: Tensor, op: Any, *, group: dist.ProcessGroup) -> Handle:
-    """Start it: rank r's `output` becomes the `op` of all ranks' pieces r, P equal ones along dim 0 of `input`."""
-    size, rank = dist.get_world_size(group), dist.get_rank(group)
-    if input.numel() != size * output.numel():
-        raise ValueError(
-            f"reduce_scatter: the input has {input.numel()} elements, not {size} times the output's {output.numel()}"
-        )
-    pieces = input.view(-1).tensor_split(size)
-    return _reduce_pieces(output.view(-1), pieces, op, rank=rank, group=group)
+@stepwise
+def reduce_scatter(output: Tensor, input: Whole, op: Any = SUM, *, group: dist.ProcessGroup) -> Steps:
+    """Before: every rank holds an input of P pieces. After: rank r's `output` is the `op` of all pieces r."""
+    pieces = cut(input, group.size())
+    return _reduce_scatter(own(output, pieces, group), pieces, Reduction.of(op, output, group), group)
 
 
-def all_gather(output: Tensor, input: Tensor, *, group: dist.ProcessGroup) -> Handle:
-    """Start it: every rank's `output` becomes all ranks' `input`, in rank order along dim 0."""
-    size, rank = dist.get_world_size(group), dist.get_rank(group)
-    if output.numel() != size * input.numel():
-        raise ValueError(
-            f"all_gather: the output has {output.numel()} elements, not {size} times the input's {input.numel()}"
-        )
-    pieces = output.view(-1).tensor_split(size)
-    if pieces[rank].data_ptr() != input.data_ptr():
-        pieces[rank].copy_(input.view(-1))
-    return _gather_pieces(pieces, rank=rank, group=group)
+@stepwise
+def all_gather(output: Whole, input: Tensor, *, group: dist.ProcessGroup) -> Steps:
+    """Before: rank r holds piece r, which may be its part of `output`. After: every rank's `output` is all pieces."""
+    pieces = cut(output, group.size())
+    keep(own(input, pieces, group), pieces[group.rank()])
+    return _all_gather(pieces, group)
 
 
-def all_reduce(tensor: Tensor, op: Any, *, group: dist.ProcessGroup) -> Handle:
-    """Start its first half, the reduce-scatter of nearly equal pieces; `wait` adds, then gathers: every rank holds the
-    `op`, in place.
+@stepwise
+def all_reduce(tensor: Tensor, op: Any = SUM, *, group: dist.ProcessGroup) -> Steps:
+    """Before: every rank holds a tensor of the same shape. After: every rank holds their `op`, in place."""
+    pieces = cut(tensor, group.size())
+    yield from _reduce_scatter(pieces[group.rank()], pieces, Reduction.of(op, tensor, group), group)
+    yield from _all_gather(pieces, group)
+
+
+@stepwise
+def all_to_all(
+    output: Tensor,
+    input: Tensor,
+    output_split_sizes: Sequence[int] | None = None,
+    input_split_sizes: Sequence[int] | None = None,
+    *,
+    group: dist.ProcessGroup,
+) -> Steps:
+    """Before: piece p of a rank's input is meant for rank p. After: piece p of its output came from rank p. Sizes are
+    rows of dim 0.
     """
-    size, rank = dist.get_world_size(group), dist.get_rank(group)
-    pieces = tensor.view(-1).tensor_split(size)
-    scattered = _reduce_pieces(pieces[rank], pieces, op, rank=rank, group=group)
-    return Handle([scattered], lambda: _gather_pieces(pieces, rank=rank, group=group))
+    gives, takes = by_rows(input, input_split_sizes, group.size()), by_rows(output, output_split_sizes, group.size())
+    keep(gives[group.rank()], takes[group.rank()])
+    yield _exchange(gives, takes, group)
 
 
-def _reduce_pieces(output: Tensor, pieces: Sequence[Tensor], op: Any, *, rank: int, group: dist.ProcessGroup) -> Handle:
-    arrived = list(torch.empty(len(pieces) - 1, output.numel(), dtype=output.dtype, device=output.device))
+def _reduce_scatter(output: Tensor, pieces: Sequence[Tensor], reduction: Reduction, group: dist.ProcessGroup) -> Steps:
+    rank = group.rank()
+    arrived = list(output.new_empty(len(pieces) - 1, output.numel()))
     in_order = [*arrived[:rank], pieces[rank], *arrived[rank:]]
-    works = exchange(
-        [(pieces[peer], peer) for peer in _after(rank, len(pieces))],
-        [(in_order[peer], peer) for peer in _before(rank, len(pieces))],
-        group=group,
-    )
-    return Handle([works], lambda: _combine(output, in_order, op, scratch=arrived[0] if arrived else output))
+    yield _exchange(pieces, in_order, group)
+    reduction.in_order(in_order, output, scratch=arrived[0] if arrived else output)
 
 
-def _gather_pieces(pieces: Sequence[Tensor], *, rank: int, group: dist.ProcessGroup) -> Handle:
-    return exchange(
-        [(pieces[rank], peer) for peer in _after(rank, len(pieces))],
-        [(pieces[peer], peer) for peer in _before(rank, len(pieces))],
-        group=group,
-    )
+def _all_gather(pieces: Sequence[Tensor], group: dist.ProcessGroup) -> Steps:
+    yield _exchange([pieces[group.rank()]] * len(pieces), pieces, group)
 
 
-def _after(rank: int, size: int) -> list[int]:
-    """All other ranks, the next one first: if all began with rank 0, it would have all the traffic at once."""
-    return [(rank + step) % size for step in range(1, size)]
-
-
-def _before(rank: int, size: int) -> list[int]:
-    """All other ranks in the order in which they send to this one."""
-    return [(rank - step) % size for step in range(1, size)]
-
-
-def _combine(output: Tensor, parts: Sequence[Tensor], op: Any, *, scratch: Tensor) -> None:
-    """output = parts[0] op parts[1] op …; `output` may be one of the parts, so nothing is written into it before the
-    last step. `scratch` is the first or second part, free to be overwritten when the first step has read it.
+def _exchange(gives: Sequence[Tensor], takes: Sequence[Tensor], group: dist.ProcessGroup) -> p2p.Handle:
+    """gives[p] to every peer p, takes[p] from it. The next rank comes first: if all began with rank 0, it would have
+    all the traffic at once.
     """
-    combine = _COMBINE[op]
-    low = output.dtype in (torch.float16, torch.bfloat16)
-    total = parts[0].float() if low else parts[0]
-    for i, part in enumerate(parts[1:], start=1):
-        # IDEA: every element is summed in rank order, wherever it lies, so packing and bucket size change no bit.
-        last = i == len(parts) - 1
-        total = combine(total, part, out=total if low else output if last else scratch)
-    if op == dist.ReduceOp.AVG:
-        total = torch.div(total, len(parts), out=total if low else output)
-    if total.data_ptr() != output.data_ptr():
-        output.copy_(total)
+    steps = range(1, group.size())
+    # IDEA: all pieces fly at once, each straight to its owner: one step, and no rank needs a hand in between.
+    sends = [(gives[peer], peer) for peer in (after(group, step) for step in steps)]
+    receives = [(takes[peer], peer) for peer in (before(group, step) for step in steps)]
+    return p2p.exchange(sends, receives, group=group)

@@ -96,8 +96,8 @@ def test_a_failure_comes_through_and_stderr_comes_back(capfd):
 def exchange_peaks(run):
     whole, piece = torch.zeros(run.size * 4 * KIB), torch.zeros(4 * KIB)
     calls = (
-        lambda: direct.reduce_scatter(piece, whole, dist.ReduceOp.SUM, group=run.world).wait(),
-        lambda: direct.all_gather(whole, piece, group=run.world).wait(),
+        lambda: direct.reduce_scatter(piece, whole, dist.ReduceOp.SUM, group=run.world),
+        lambda: direct.all_gather(whole, piece, group=run.world),
     )
     return [allocated.peak_bytes(call, run.device) for call in calls]
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from collectives import comm, p2p
-from collectives.algorithms import direct
+from collectives.algorithms.reduction import Reduction
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.int64)
 OPS = ("SUM", "AVG", "MIN", "MAX", "PRODUCT")
@@ -316,26 +316,26 @@ def test_ordered_is_from_left_to_right_wherever_it_lies(pool, op, dtype, ranks):
         assert_left_to_right(everyone, elements, dtype, op)
 
 
-COMBINE = direct._combine
+IN_ORDER = Reduction.in_order
 
 
-def from_right_to_left(output, parts, op, *, scratch):
-    COMBINE(output, parts[::-1], op, scratch=torch.empty_like(scratch))
+def from_right_to_left(reduction, parts, output, scratch):
+    IN_ORDER(reduction, parts[::-1], output, torch.empty_like(scratch))
 
 
-def without_the_last(output, parts, op, *, scratch):
-    COMBINE(output, parts[:-1], op, scratch=torch.empty_like(scratch))
+def without_the_last(reduction, parts, output, scratch):
+    IN_ORDER(reduction, parts[:-1], output, torch.empty_like(scratch))
 
 
-def with_combine(run, combine, job, *args):
+def with_order(run, order, job, *args):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(direct, "_combine", combine)
+        patch.setattr(Reduction, "in_order", order)
         return job(run, *args)
 
 
 @pytest.mark.parametrize("wrong", [from_right_to_left, without_the_last])
 def test_another_order_is_found(pool, wrong):
-    everyone = pool.run(3, with_combine, wrong, ordered_reductions, 1009, torch.float32, "SUM")
+    everyone = pool.run(3, with_order, wrong, ordered_reductions, 1009, torch.float32, "SUM")
     with pytest.raises(AssertionError):
         assert_left_to_right(everyone, 1009, torch.float32, "SUM")
 

@@ -37,6 +37,21 @@ def _uneven(run, n):
     comm.all_to_all_single(torch.empty_like(data), data, gives, gives, group=run.world)
 
 
+def _uneven_pieces(run, n):
+    """Piece r is r times as long as piece 1, so the first one is empty; and this rank's."""
+    pieces = [odd(n * rank) for rank in range(run.size)]
+    return pieces, pieces[run.rank].clone()
+
+
+def _reduce_scatter(run, n):
+    pieces, mine = _uneven_pieces(run, n)
+    comm.reduce_scatter(mine, pieces, group=run.world)
+
+
+def _all_gather(run, n):
+    comm.all_gather(*_uneven_pieces(run, n), group=run.world)
+
+
 def _wait(handle):
     handle.wait()
 
@@ -60,6 +75,8 @@ OPERATIONS = {
     "all_gather_single, async": lambda run, n: _wait(
         comm.all_gather_single(odd(n * run.size), odd(n), group=run.world, async_op=True)
     ),
+    "reduce_scatter": _reduce_scatter,
+    "all_gather": _all_gather,
     "all_to_all_single": lambda run, n: comm.all_to_all_single(odd(n * run.size), odd(n * run.size), group=run.world),
     "all_to_all_single, uneven": _uneven,
     "broadcast, 0": lambda run, n: comm.broadcast(odd(n), 0, group=run.world),

@@ -1,0 +1,97 @@
+"""What it means to reduce: sum, mean, minimum, maximum, product, of any dtype.
+
+float16 and bfloat16 are added, and multiplied, in float32 and rounded once at the end: 256 + 1 + 1 is 258, where
+bfloat16 has no 257. A partial result that travels is float32 as well, so a step of a ring, a tree or a halving sends
+twice the bytes of 16-bit numbers; what is sent before it is added to anything (naive, direct, pairwise) is not. A mean
+is a sum, divided at the end; of integers it is refused.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+SUM, AVG = dist.ReduceOp.SUM, dist.ReduceOp.AVG
+
+
+def _combine(op: Any) -> Any:
+    known = {
+        SUM: torch.add,
+        AVG: torch.add,
+        dist.ReduceOp.MIN: torch.minimum,
+        dist.ReduceOp.MAX: torch.maximum,
+        dist.ReduceOp.PRODUCT: torch.mul,
+    }
+    if op not in known:
+        raise ValueError(f"{op} is none of the reductions here: SUM, AVG, MIN, MAX, PRODUCT")
+    return known[op]
+
+
+def check_mean(tensor: Tensor, op: Any) -> None:
+    """Raises ValueError for a mean of integers."""
+    if op == AVG and not tensor.is_floating_point():
+        raise ValueError(f"a mean of {tensor.dtype} tensors is refused: sum them and divide as you mean it")
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """`op` of one tensor from each of `count` ranks."""
+
+    op: Any
+    count: int
+    dtype: torch.dtype  # of the tensors
+
+    @classmethod
+    def of(cls, op: Any, tensor: Tensor, group: dist.ProcessGroup) -> "Reduction":
+        """The reduction over a group of tensors like this one."""
+        check_mean(tensor, op)
+        _combine(op)
+        return cls(op, group.size(), tensor.dtype)
+
+    @property
+    def low(self) -> bool:
+        """Whether partial results are wider than the tensors."""
+        return self.dtype in (torch.float16, torch.bfloat16)
+
+    @property
+    def wide(self) -> torch.dtype:
+        """The dtype of partial results."""
+        return torch.float32 if self.low else self.dtype
+
+    def partial(self, tensor: Tensor) -> Tensor:
+        """A partial result of one tensor: itself, or a wider copy."""
+        return tensor.to(self.wide)
+
+    def room(self, tensor: Tensor) -> Tensor:
+        """Uninitialised memory for a partial result of tensors like this one."""
+        return torch.empty_like(tensor, dtype=self.wide)
+
+    def add(self, first: Tensor, second: Tensor, out: Tensor) -> Tensor:
+        """`op` of two partial results, or of one and a tensor; `out`, a partial result, may be either of the two."""
+        return _combine(self.op)(first, second, out=out)
+
+    def last(self, partial: Tensor, output: Tensor) -> Tensor:
+        """Where the last partial result is written: into the output, if it is as wide, else over another one."""
+        return partial if self.low else output
+
+    def finish(self, total: Tensor, output: Tensor) -> None:
+        """output = the result of all: divided if it is a mean, and rounded."""
+        if self.op == AVG:
+            total = torch.div(total, self.count, out=total if self.low else output)
+        if total.data_ptr() != output.data_ptr() or self.low:
+            output.copy_(total)
+
+    def in_order(self, parts: Sequence[Tensor], output: Tensor, scratch: Tensor) -> None:
+        """output = parts[0] op parts[1] op …, of one tensor from each rank.
+
+        `output` may be one of the parts: nothing is written into it before the last step. `scratch` is the first or
+        second part, free to be overwritten when the first step has read it.
+        """
+        total = self.partial(parts[0])
+        for i, part in enumerate(parts[1:], start=1):
+            # IDEA: every element is summed in rank order, wherever it lies, so packing and bucket size change no bit.
+            total = self.add(total, part, self.last(total, output if i == len(parts) - 1 else scratch))
+        self.finish(total, output)

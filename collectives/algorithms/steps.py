@@ -1,0 +1,76 @@
+"""How an algorithm is written here: a generator, which yields what it waits for before its next step.
+
+    @stepwise
+    def to_the_next(output, input, *, group):
+        yield p2p.exchange([(input, after)], [(output, before)], group=group)  # a step is under way
+        ...                                                                    # it is over: add, and start another
+
+Called, it runs to its end. With async_op=True it starts its first step and returns a handle: a ring then needs a hand
+between its steps, which is `wait`, or `advance` for one step at a time; the direct exchange, a single step, does not.
+What a generator holds, its buffers, lives as long as its handle. PyTorch's counterpart: Work, whose steps a thread or
+the GPU carries out.
+"""
+
+import functools
+from collections import deque
+from collections.abc import Callable, Generator, Sequence
+from typing import Any
+
+import torch
+
+from collectives.p2p import Handle
+
+Steps = Generator[Handle, None, None]
+
+
+class InSteps:
+    """A collective in flight, a handle like p2p.Handle."""
+
+    def __init__(self, steps: Steps):
+        self._steps, self._work = steps, None
+        self._go_on()
+
+    def _go_on(self) -> None:
+        with torch.no_grad():
+            self._work = next(self._steps, None)
+
+    def advance(self) -> bool:
+        """Wait for the step that is under way, and start the next one. Returns whether there is one; if not, it is
+        over.
+        """
+        if self._work is not None:
+            self._work.wait()
+            self._go_on()
+        return self._work is not None
+
+    def wait(self) -> None:
+        """Go through all that is left; a second call does nothing."""
+        while self.advance():
+            pass
+
+
+def stepwise(algorithm: Callable[..., Steps]) -> Callable[..., InSteps | None]:
+    """Decorator: the algorithm as a collective, which takes async_op and returns a handle, or None when it is over."""
+
+    @functools.wraps(algorithm)
+    def collective(*args: Any, async_op: bool = False, **kwargs: Any) -> InSteps | None:
+        handle = InSteps(algorithm(*args, **kwargs))
+        if async_op:
+            return handle
+        handle.wait()
+        return None
+
+    return collective
+
+
+def interleaved(parts: Sequence[Steps]) -> Steps:
+    """Several at once, in turn: all take their first step; then, whenever the one whose turn it is has arrived, its
+    next step starts.
+    """
+    flying = deque((part, work) for part in parts if (work := next(part, None)) is not None)
+    while flying:
+        part, work = flying.popleft()
+        # IDEA: while one chunk is waited for and added, the others are on their way.
+        yield work
+        if (work := next(part, None)) is not None:
+            flying.append((part, work))
