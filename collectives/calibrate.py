@@ -10,6 +10,7 @@ runs, in turn with its competitors (turns.py). It reports and decides nothing: t
 """
 
 import argparse
+import functools
 import importlib.util
 import math
 import sys
@@ -24,15 +25,14 @@ import torch
 from torch import Tensor
 
 from collectives import comm, comparison, cost, p2p
-from collectives.algorithms import direct
+from collectives.algorithms import direct, doubling, halving, naive, pairwise, ring, star, tree
 from collectives.cost import Link, Topology
 from collectives.runtime import Runtime
 from collectives.turns import Case, Row
 
 SHIFTS = tuple(1 << i for i in range(10, 25, 2))  # bytes
 MESSAGES = (1 << 12, 1 << 16, 1 << 20, 1 << 22)  # bytes of the whole message of a collective
-CHUNK = 1 << 20  # bytes, in which the ring sends a broadcast
-ALGORITHMS = (direct,)
+ALGORITHMS = (naive, star, tree, doubling, halving, ring, pairwise, direct)
 BACKEND = "the backend's"
 SHIFT = "shift"
 
@@ -118,9 +118,7 @@ def _shift(run: Runtime, n: int) -> Case:
 
 def _collective(run: Runtime, collective: str, n: int) -> Case:
     buffers, how = Buffers.of(n, run), COLLECTIVES[collective]
-    calls = {
-        who: lambda call=call: _done(how(call, buffers, run.world)) for who, call in competitors(collective).items()
-    }
+    calls = {who: functools.partial(how, call, buffers, run.world) for who, call in competitors(collective).items()}
     return Case(_name(collective, n), calls, repeat=_repeat(n))
 
 
@@ -133,11 +131,6 @@ def competitors(collective: str) -> dict[str, Call]:
 def module_name(module: ModuleType) -> str:
     """The algorithm's, as cost.py has it."""
     return module.__name__.rpartition(".")[2]
-
-
-def _done(work: Any) -> None:
-    if work is not None:
-        work.wait()
 
 
 def _name(collective: str, n: int) -> str:
@@ -182,7 +175,7 @@ def world(size: int, rows: Sequence[Row]) -> World:
 def _point(collective: str, who: str, n: int, measured: float, machine: Topology) -> Point:
     if who == BACKEND:
         return Point(collective, who, n, measured, None)
-    choice = {"chunks": max(1, -(-n // CHUNK))} if (collective, who) == ("broadcast", "ring") else {}
+    choice = {"chunks": max(1, -(-n // ring.CHUNK))} if (collective, who) == ("broadcast", "ring") else {}
     return Point(collective, who, n, measured, cost.of(collective, who, n, machine.per_node, machine, **choice).seconds)
 
 
