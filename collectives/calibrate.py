@@ -232,7 +232,7 @@ def draw(worlds: Sequence[World], path: Path) -> None:
             _draw_panel(panel, found, collective)
         row[-1].legend(fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
     figure.supxlabel("bytes of the whole message")
-    figure.supylabel("bus bandwidth in bytes/s: measured (points), predicted (dashed), of the link (grey)")
+    figure.supylabel("bus bandwidth in bytes/s: measured (points), predicted (dashed), of the link (dotted)")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
     plt.close(figure)
@@ -246,7 +246,7 @@ def _draw_panel(panel: Any, found: World, collective: str) -> None:
         panel.loglog(n, [_bus(found, p, p.measured) for p in points], "o-", ms=3, lw=1.2, label=who, color=color)
         if who != BACKEND:
             panel.loglog(n, [_bus(found, p, p.predicted) for p in points], "--", lw=0.8, color=color)
-    panel.axhline(found.link.bandwidth, color="grey", lw=0.8)
+    panel.axhline(found.link.bandwidth, color="black", ls=":", lw=1)
     panel.set_title(f"{collective}, {found.size} ranks", fontsize=9)
 
 
