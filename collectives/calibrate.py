@@ -1,8 +1,8 @@
 """How good the model of cost.py is on this machine: two numbers measured, then every algorithm beside its prediction.
 
-    python -m collectives.calibrate                             worlds of 2, 4 and 8 local ranks
-    python -m collectives.calibrate --ranks 2 --rounds 3        a short form
-    python -m collectives.calibrate --figure runs/bus.png       and a picture: bus bandwidth over size
+    python -m collectives calibrate                             worlds of 2, 4 and 8 local ranks
+    python -m collectives calibrate --ranks 2 --rounds 3        a short form
+    python -m collectives calibrate --figure runs/bus.png       1 KiB to 64 MiB, and a picture: bus bandwidth over size
 
 For each world all ranks shift messages of 1 KiB to 16 MiB around a ring at once, an exchange with both neighbours; the
 line α + n / bandwidth is laid through the medians. With these two numbers cost.py predicts each collective, which then
@@ -14,65 +14,32 @@ import functools
 import importlib.util
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType, ModuleType
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from collectives import comm, comparison, cost, p2p
-from collectives.algorithms import direct, doubling, halving, naive, pairwise, ring, star, tree
+from collectives import comparison, cost, p2p
+from collectives.competitors import BACKEND, MODULES, NODE, able, competitors, predicted
 from collectives.cost import Link, Topology
 from collectives.runtime import Runtime
 from collectives.turns import Case, Row
 
 SHIFTS = tuple(1 << i for i in range(10, 25, 2))  # bytes
 MESSAGES = (1 << 12, 1 << 16, 1 << 20, 1 << 22)  # bytes of the whole message of a collective
-ALGORITHMS = (naive, star, tree, doubling, halving, ring, pairwise, direct)
-BACKEND = "the backend's"
+SWEEP = tuple(1 << i for i in range(10, 27, 2))  # the same, for the picture
+LONG = 1 << 22  # longer ones are measured only of those who send them at most twice
+COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast")
+DRAWN = COLLECTIVES[:3]
 SHIFT = "shift"
 
 OFF = """measured / predicted
   above 1: additions, and what each message costs the processor, are in no α; a step of many messages pays α once
   below 1: the shift was fitted with all ranks sending; where few send at a time, they have the cores to themselves
   and on the whole: ranks that wait to be woken, other work on the machine; below 1 MiB claim nothing"""
-
-Call = Callable[..., Any]
-
-
-@dataclass(frozen=True)
-class Buffers:
-    """A message on this rank: the whole and another as long, and a piece of it. Zeros, so that sums stay small."""
-
-    whole: Tensor
-    other: Tensor
-    piece: Tensor
-
-    @classmethod
-    def of(cls, n: int, run: Runtime) -> "Buffers":
-        """Of n bytes, rounded down to whole float32 numbers for each rank."""
-        numbers = n // 4 // run.size * run.size
-        whole = torch.zeros(numbers, device=run.device)
-        return cls(whole, torch.zeros_like(whole), torch.zeros(numbers // run.size, device=run.device))
-
-
-# How each collective is called, whichever algorithm it is; and those that comm.py leaves to the backend at every size.
-COLLECTIVES: MappingProxyType[str, Callable[[Call, Buffers, Any], Any]] = MappingProxyType(
-    {
-        "all_reduce": lambda call, b, group: call(b.whole, comm.SUM, group=group),
-        "reduce_scatter": lambda call, b, group: call(b.piece, b.whole, comm.SUM, group=group),
-        "all_gather": lambda call, b, group: call(b.whole, b.piece, group=group),
-        "all_to_all": lambda call, b, group: call(b.other, b.whole, group=group),
-        "broadcast": lambda call, b, group: call(b.whole, 0, group=group),
-    }
-)
-BACKENDS: MappingProxyType[str, Call] = MappingProxyType(
-    {"all_reduce": comm.all_reduce, "all_to_all": comm.all_to_all_single, "broadcast": comm.broadcast}
-)
 
 
 @dataclass(frozen=True)
@@ -104,9 +71,9 @@ class World:
 # -- on the ranks ------------------------------------------------------------------------------------------------------
 
 
-def cases(run: Runtime) -> list[Case]:
+def cases(run: Runtime, sizes: Sequence[int]) -> list[Case]:
     """The shifts, then every collective by all who can do it."""
-    return [_shift(run, n) for n in SHIFTS] + [_collective(run, name, n) for name in COLLECTIVES for n in MESSAGES]
+    return [_shift(run, n) for n in SHIFTS] + [_collective(run, name, n) for name in COLLECTIVES for n in sizes]
 
 
 def _shift(run: Runtime, n: int) -> Case:
@@ -117,20 +84,22 @@ def _shift(run: Runtime, n: int) -> Case:
 
 
 def _collective(run: Runtime, collective: str, n: int) -> Case:
-    buffers, how = Buffers.of(n, run), COLLECTIVES[collective]
-    calls = {who: functools.partial(how, call, buffers, run.world) for who, call in competitors(collective).items()}
-    return Case(_name(collective, n), calls, repeat=_repeat(n))
+    calls = competitors(collective, n, run)
+    return Case(
+        _name(collective, n), {who: calls[who] for who in competing(collective, n, run.size)}, repeat=_repeat(n)
+    )
 
 
-def competitors(collective: str) -> dict[str, Call]:
-    """All who can do it: our algorithms by name, then the backend."""
-    ours = {module_name(module): getattr(module, collective, None) for module in ALGORITHMS}
-    return {who: call for who, call in {**ours, BACKEND: BACKENDS.get(collective)}.items() if call}
+def competing(collective: str, n: int, ranks: int) -> list[str]:
+    """All who can do it; of a long message all who do not send it more than twice."""
+    whos = able(collective, ranks)
+    sent = {who: predicted(collective, who, n, ranks, _machine(Link(0, 1))) for who in whos}
+    return [who for who in whos if n <= LONG or not sent[who] or sent[who].sent <= 2 * n]
 
 
-def module_name(module: ModuleType) -> str:
-    """The algorithm's, as cost.py has it."""
-    return module.__name__.rpartition(".")[2]
+def _machine(link: Link) -> Topology:
+    """Nodes for the hierarchical algorithm, whose two levels are the same link here."""
+    return Topology(link, link, NODE)
 
 
 def _name(collective: str, n: int) -> str:
@@ -157,26 +126,24 @@ def fit(seconds: Mapping[int, float]) -> Link:
     return Link(max(0.0, float(latency)), 1 / float(per_byte))
 
 
-def world(size: int, rows: Sequence[Row]) -> World:
+def world(size: int, rows: Sequence[Row], sizes: Sequence[int]) -> World:
     """The link of these ranks, and each measurement beside what it predicts."""
     seconds = {(row.case, row.who): row.seconds for row in rows}
     shifts = {n: seconds[_name(SHIFT, n), SHIFT] for n in SHIFTS}
     link = fit(shifts)
-    machine = Topology(link, link, per_node=size)
     points = [
-        _point(collective, who, n // 4 // size * size * 4, seconds[_name(collective, n), who], machine)
+        Point(collective, who, n, seconds[_name(collective, n), who], _seconds(collective, who, n, size, link))
         for collective in COLLECTIVES
-        for who in competitors(collective)
-        for n in MESSAGES
+        for who in able(collective, size)
+        for n in sizes
+        if who in competing(collective, n, size)
     ]
     return World(size, link, shifts, tuple(points))
 
 
-def _point(collective: str, who: str, n: int, measured: float, machine: Topology) -> Point:
-    if who == BACKEND:
-        return Point(collective, who, n, measured, None)
-    choice = {"chunks": max(1, -(-n // ring.CHUNK))} if (collective, who) == ("broadcast", "ring") else {}
-    return Point(collective, who, n, measured, cost.of(collective, who, n, machine.per_node, machine, **choice).seconds)
+def _seconds(collective: str, who: str, n: int, ranks: int, link: Link) -> float | None:
+    found = predicted(collective, who, n, ranks, _machine(link))
+    return found and found.seconds
 
 
 # -- for a reader ------------------------------------------------------------------------------------------------------
@@ -193,9 +160,10 @@ def report(found: World) -> str:
         f"{'ms: predicted → measured × ratio':28}" + "".join(f"{_bytes(n):>23}" for n in MESSAGES)[4:],
     ]
     lines += [
-        f"{collective:15}{who:13}" + "".join(map(_cell, _points(found, collective, who)))
+        f"{collective:15}{who:13}"
+        + "".join(_cell(point) for point in _points(found, collective, who) if point.n in MESSAGES)
         for collective in COLLECTIVES
-        for who in competitors(collective)
+        for who in able(collective, found.size)
     ]
     worst = max((point for point in found.points if point.ratio), key=lambda point: abs(math.log(point.ratio)))
     told = f"farthest from the model: {worst.collective} by {worst.who} of {worst.n:,} bytes, × {worst.ratio:.2f}"
@@ -224,10 +192,9 @@ def draw(worlds: Sequence[World], path: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt  # noqa: PLC0415
 
-    shown = ("all_reduce", "reduce_scatter", "all_gather")
-    shape = {"figsize": (4 * len(worlds) + 2, 3.5 * len(shown)), "layout": "constrained"}
-    figure, panels = plt.subplots(len(shown), len(worlds), squeeze=False, sharex=True, sharey=True, **shape)
-    for row, collective in zip(panels, shown, strict=True):
+    shape = {"figsize": (4 * len(worlds) + 2, 3.5 * len(DRAWN)), "layout": "constrained"}
+    figure, panels = plt.subplots(len(DRAWN), len(worlds), squeeze=False, sharex=True, sharey=True, **shape)
+    for row, collective in zip(panels, DRAWN, strict=True):
         for panel, found in zip(row, worlds, strict=True):
             _draw_panel(panel, found, collective)
         row[-1].legend(fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
@@ -239,8 +206,8 @@ def draw(worlds: Sequence[World], path: Path) -> None:
 
 
 def _draw_panel(panel: Any, found: World, collective: str) -> None:
-    colors = {module_name(module): f"C{i}" for i, module in enumerate(ALGORITHMS)}
-    for who in competitors(collective):
+    colors = {who: f"C{i}" for i, who in enumerate(MODULES)}
+    for who in able(collective, found.size):
         points = _points(found, collective, who)
         n, color = [point.n for point in points], colors.get(who, "black")
         panel.loglog(n, [_bus(found, p, p.measured) for p in points], "o-", ms=3, lw=1.2, label=who, color=color)
@@ -256,7 +223,7 @@ def _bus(found: World, point: Point, seconds: float) -> float:
 
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m collectives.calibrate", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+        prog="python -m collectives calibrate", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8], help="worlds to measure (default 2 4 8)")
     parser.add_argument("--rounds", type=int, default=7, help="turns of each (default %(default)s)")
@@ -266,12 +233,12 @@ def main(arguments: Sequence[str]) -> int:
         parser.error("it takes at least 2 rounds and 2 ranks")
     if options.figure and not importlib.util.find_spec("matplotlib"):
         parser.error("--figure needs matplotlib, which is not installed: pip install matplotlib")
-    worlds = []
+    worlds, sizes = [], SWEEP if options.figure else MESSAGES
     for size in options.ranks:
-        rows = comparison.whole_run(cases, size, options.rounds)
+        rows = comparison.whole_run(functools.partial(cases, sizes=sizes), size, options.rounds)
         if rows is None:
             return 1
-        worlds.append(world(size, rows))
+        worlds.append(world(size, rows, sizes))
         print(f"\n{report(worlds[-1])}", flush=True)
     print(f"\n{OFF}")
     if options.figure:

@@ -8,8 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from collectives import calibrate, comm, cost
-from collectives.calibrate import BACKEND, BACKENDS, COLLECTIVES, MESSAGES, SHIFT, SHIFTS
+from collectives import calibrate
+from collectives.calibrate import COLLECTIVES, MESSAGES, SHIFT, SHIFTS, SWEEP
+from collectives.competitors import BACKEND, NODE, able, predicted
 from collectives.cost import Link, Topology
 from collectives.turns import Row
 from collectives.watch import Watcher, watching
@@ -47,46 +48,21 @@ def test_a_latency_below_zero_is_none_and_a_falling_line_is_refused():
 # -- what is measured --------------------------------------------------------------------------------------------------
 
 
-def test_everyone_who_can_do_a_collective_takes_part():
-    here = {(name, who) for name in COLLECTIVES for who in calibrate.competitors(name) if who != BACKEND}
-    assert here == {key for key in cost.ALGORITHMS if key[0] in COLLECTIVES and key[1] != "hierarchical"}
-    assert {name for name in COLLECTIVES if BACKEND in calibrate.competitors(name)} == set(BACKENDS)
+def test_long_messages_are_for_those_who_do_not_send_them_three_times():
+    for n in SWEEP:
+        found = calibrate.competing("all_reduce", n, 8)
+        assert ("naive" in found) == ("tree" in found) == (n <= 1 << 22)
+        assert {"ring", "direct", "halving", "hierarchical", BACKEND} <= set(found)
 
 
 class Count(Watcher):
-    """Bytes that this rank sends in exchanges, and whether a call is the backend's."""
+    """Bytes that this rank sends in exchanges."""
 
     def __init__(self):
-        self.sent, self.ops = 0, []
+        self.sent = 0
 
     def begins(self, call):
-        self.ops.append(call.op)
         self.sent += sum(part.nbytes for part in call.sends)
-
-
-def counted(run, n):
-    """(collective, who) → (bytes, operations seen) of one call on this rank."""
-    found = {}
-    for collective in COLLECTIVES:
-        for who, call in calibrate._collective(run, collective, n).calls.items():
-            with watching(count := Count()):
-                call()
-            comm.barrier(group=run.world)
-            found[collective, who] = count.sent, count.ops
-    return found
-
-
-@pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_what_is_measured_sends_the_bytes_that_the_model_predicts(pool, ranks):
-    n = 4 * 120 * ranks
-    for rank, found in enumerate(pool.run(ranks, counted, n)):
-        for (collective, who), (sent, ops) in found.items():
-            if who == BACKEND:
-                assert ops == [BACKENDS[collective].__name__]
-            else:
-                choice = {"chunks": 1} if (collective, who) == ("broadcast", "ring") else {}
-                expected = cost.of(collective, who, n, ranks, Topology(LINK, LINK, ranks), **choice).sent_by[rank]
-                assert sent == pytest.approx(expected), (collective, who)
 
 
 def shifted(run):
@@ -105,15 +81,14 @@ def test_the_shift_sends_one_message(pool):
 
 def rows(size, factor):
     """As of a machine that the model describes, but for collectives slower by a factor; the backend's takes 1 ms."""
-    machine = Topology(LINK, LINK, size)
+    machine = Topology(LINK, LINK, NODE)
     found = [_row(calibrate._name(SHIFT, n), SHIFT, LINK.latency + n / LINK.bandwidth) for n in SHIFTS]
     for collective in COLLECTIVES:
         for n in MESSAGES:
-            for who in calibrate.competitors(collective):
-                whole = n // (4 * size) * 4 * size
-                choice = {"chunks": max(1, -(-n // 2**20))} if (collective, who) == ("broadcast", "ring") else {}
-                model = cost.of(collective, who, whole, size, machine, **choice).seconds if who != BACKEND else 1e-3
-                found.append(_row(calibrate._name(collective, n), who, model * (factor if who != BACKEND else 1)))
+            for who in able(collective, size):
+                model = predicted(collective, who, n, size, machine)
+                seconds = factor * model.seconds if model else 1e-3
+                found.append(_row(calibrate._name(collective, n), who, seconds))
     return found
 
 
@@ -123,27 +98,26 @@ def _row(case, who, seconds):
 
 def test_measured_as_predicted_is_a_ratio_of_one():
     for size, factor in ((2, 1.0), (3, 2.5)):
-        found = calibrate.world(size, rows(size, factor))
+        found = calibrate.world(size, rows(size, factor), MESSAGES)
         assert found.link.latency == pytest.approx(LINK.latency)
         assert {p.ratio for p in found.points if p.who == BACKEND} == {None}
         assert all(p.ratio == pytest.approx(factor) for p in found.points if p.who != BACKEND)
-        assert all(point.n % (4 * size) == 0 for point in found.points)
 
 
 def test_the_report():
-    text = calibrate.report(calibrate.world(2, rows(2, 2.5)))
+    text = calibrate.report(calibrate.world(2, rows(2, 2.5), MESSAGES))
     lines = text.splitlines()
     assert max(map(len, lines)) <= 120
     assert lines[1].startswith("the shift: α 200 µs, 1.500 GB/s") and lines[1].endswith("measured / fitted 1.00 … 1.00")
     naive = next(line for line in lines if line.startswith("all_reduce     naive"))
     assert naive.split()[2:5] == ["0.20", "→", "0.51"] and naive.count("× 2.5") == len(MESSAGES)
-    assert sum(BACKEND in line for line in lines) == len(BACKENDS)
+    assert sum(BACKEND in line for line in lines) == len(COLLECTIVES)
     assert "× 2.50" in lines[-1]
 
 
 def test_the_picture(tmp_path):
     pytest.importorskip("matplotlib")
-    worlds = [calibrate.world(size, rows(size, 1.5)) for size in (2, 4)]
+    worlds = [calibrate.world(size, rows(size, 1.5), MESSAGES) for size in (2, 4)]
     calibrate.draw(worlds, tmp_path / "new" / "bus.png")
     assert (tmp_path / "new" / "bus.png").read_bytes().startswith(b"\x89PNG")
 
@@ -163,7 +137,7 @@ def test_without_matplotlib_it_says_so_before_it_measures(monkeypatch, capsys):
 
 
 def test_the_command():
-    command = [sys.executable, "-m", "collectives.calibrate", "--ranks", "2", "--rounds", "2"]
+    command = [sys.executable, "-m", "collectives", "calibrate", "--ranks", "2", "--rounds", "2"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stderr
     assert "2 ranks" in done.stdout and "all_reduce     ring" in done.stdout and calibrate.OFF in done.stdout
