@@ -87,7 +87,7 @@ def _shift(output: Tensor, input: Tensor, run: Runtime) -> None:
 
 
 def traffic(run: Runtime, show: Demo) -> None:
-    """Every collective by every algorithm, and by the backend, for a message of n bytes: formula, bytes, steps, time."""
+    """Every collective by every algorithm and by the backend, for a message of n bytes: formula, bytes, steps, time."""
     n = 4 * (COUNT // run.size) * run.size
     with show.time("every collective by all who can do it"):
         rows = line_up(run, n)

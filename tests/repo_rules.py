@@ -202,8 +202,8 @@ def no_ready_made_parallelism(path: str, text: str) -> Found:
 
 @each(in_library)
 def operations_in_two_files(path: str, text: str) -> Found:
-    """torch.distributed's operations are called in p2p.py and comm.py, compared in competitors.py; runtime.py starts and
-    ends groups.
+    """torch.distributed's operations are called in p2p.py and comm.py, compared in competitors.py; runtime.py starts
+    and ends groups.
     """
     barriers = 0
     for line, full in names(path, text):
