@@ -18,17 +18,13 @@ SUM, AVG = dist.ReduceOp.SUM, dist.ReduceOp.AVG
 BLOCK = 1 << 16  # numbers that are added at a time, so that the sum so far stays in the cache
 
 
-def _combine(op: Any) -> Any:
-    known = {
-        SUM: torch.add,
-        AVG: torch.add,
-        dist.ReduceOp.MIN: torch.minimum,
-        dist.ReduceOp.MAX: torch.maximum,
-        dist.ReduceOp.PRODUCT: torch.mul,
-    }
-    if op not in known:
-        raise ValueError(f"{op} is none of the reductions here: SUM, AVG, MIN, MAX, PRODUCT")
-    return known[op]
+COMBINE = {
+    SUM: torch.add,
+    AVG: torch.add,
+    dist.ReduceOp.MIN: torch.minimum,
+    dist.ReduceOp.MAX: torch.maximum,
+    dist.ReduceOp.PRODUCT: torch.mul,
+}
 
 
 def check_mean(tensor: Tensor, op: Any) -> None:
@@ -49,7 +45,8 @@ class Reduction:
     def of(cls, op: Any, tensor: Tensor, group: dist.ProcessGroup) -> "Reduction":
         """The reduction over a group of tensors like this one."""
         check_mean(tensor, op)
-        _combine(op)
+        if op not in COMBINE:
+            raise ValueError(f"{op} is none of the reductions here: SUM, AVG, MIN, MAX, PRODUCT")
         return cls(op, group.size(), tensor.dtype)
 
     @property
@@ -72,7 +69,7 @@ class Reduction:
 
     def add(self, first: Tensor, second: Tensor, out: Tensor) -> Tensor:
         """`op` of two partial results, or of one and a tensor; `out`, a partial result, may be either of the two."""
-        return _combine(self.op)(first, second, out=out)
+        return COMBINE[self.op](first, second, out=out)
 
     def last(self, partial: Tensor, output: Tensor) -> Tensor:
         """Where the last partial result is written: into the output, if it is as wide, else over another one."""
