@@ -2,20 +2,22 @@
 
     python -m collectives                                       4 local ranks
     torchrun --standalone --nproc-per-node 2 -m collectives     the ranks of torchrun
+    python -m collectives calibrate                             the model of costs beside measurements (calibrate.py)
 
 The pictures are of a few numbers a rank, the bytes of messages of 4 MB.
 """
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
 
-from collectives import allocated, comm, demo, layout, p2p, rng
+from collectives import allocated, calibrate, comm, demo, layout, p2p, rng
 from collectives.demo import Demo
 from collectives.layout import Box, Held, Normal
+from collectives.line_up import line_up, table
 from collectives.runtime import Runtime
 
 COUNT = 1_000_000  # float32 numbers of a message, rounded down to a multiple of the ranks
@@ -85,37 +87,16 @@ def _shift(output: Tensor, input: Tensor, run: Runtime) -> None:
 
 
 def traffic(run: Runtime, show: Demo) -> None:
-    """Bytes that a rank writes to its sockets for a message of n bytes, beside the formula."""
-    size, group = run.size, run.world
-    piece = torch.ones(COUNT // size)
-    whole = torch.ones(size * len(piece))
-    n = whole.nbytes
-    share = n * (size - 1) // size
-
-    def sent(call: Callable[[], object]) -> int | None:
-        comm.barrier(group=group)
-        before = demo.bytes_written()
-        call()
-        return demo.bytes_since(before)
-
-    def cost(name: str, formula: str, expected: int, call: Callable[[], object]) -> None:
-        with show.time(name):
-            measured = sent(call)
-        show.traffic(name, formula, expected, measured, calls=1)
-
-    _print(run, f"n = {n:,} bytes; P = {size} ranks")
-    all_of_them = torch.empty(size * len(whole))  # the naive all_reduce: all send everything to all, and each adds up
-    cost("to all, naively", "n(P-1)", n * (size - 1), lambda: comm.all_gather_single(all_of_them, whole, group=group))
-    cost("all_reduce, gloo's", "2n(P-1)/P", 2 * share, lambda: comm.all_reduce(whole, group=group))
-    cost("all_reduce, ordered", "2n(P-1)/P", 2 * share, lambda: comm.all_reduce(whole, group=group, ordered=True))
-    cost("reduce_scatter", "n(P-1)/P", share, lambda: comm.reduce_scatter_single(piece, whole, group=group))
-    cost("all_gather", "n(P-1)/P", share, lambda: comm.all_gather_single(whole, piece, group=group))
-    cost("all_to_all", "n(P-1)/P", share, lambda: comm.all_to_all_single(torch.empty_like(whole), whole, group=group))
-    cost("exchange, one peer", "n", n if size > 1 else 0, lambda: _shift(torch.empty_like(whole), whole, run))
-    # Which rank sends how much of a broadcast depends on the tree; all together send n to each but the root.
-    by_rank = comm.all_gather_object(sent(lambda: comm.broadcast(whole, 0, group=group)), group=group)
-    total = None if None in by_rank else sum(by_rank)
-    show.traffic("broadcast, all ranks", "n(P-1)", n * (size - 1), total, calls=size)
+    """Every collective by every algorithm and by the backend, for a message of n bytes: formula, bytes, steps, time."""
+    n = 4 * (COUNT // run.size) * run.size
+    with show.time("every collective by all who can do it"):
+        rows = line_up(run, n)
+    _print(run, f"n = {n:,} bytes; P = {run.size} ranks", table(rows))
+    ours = [row for row in rows if row.expected]
+    other_bytes = sum(not row.sends_as_predicted() for row in ours)
+    other_steps = sum(row.steps != row.expected.steps for row in ours)
+    show.claim(f"bytes sent by {len(ours)} algorithms", "0 differ", 0, other_bytes)
+    show.claim(f"steps of {len(ours)} algorithms", "0 differ", 0, other_steps)
 
 
 def memory(run: Runtime, show: Demo) -> None:
@@ -211,4 +192,4 @@ def _intervals(held: list[Box]) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(demo.main(work))
+    sys.exit(calibrate.main(sys.argv[2:]) if sys.argv[1:2] == ["calibrate"] else demo.main(work))

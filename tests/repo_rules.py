@@ -43,6 +43,7 @@ OPERATION = re.compile(
 )
 GROUP = re.compile(r"(\w*_)?group|world|WORLD")  # what a process group is called here
 LIFE_OF_GROUPS = re.compile(r"(init|destroy|abort)_process_group|new_group|new_subgroups\w*|(split|shrink)_group")
+CALL_OPERATIONS = ("collectives/p2p.py", "collectives/comm.py", "collectives/competitors.py")
 ENVIRONMENT = ("os.environ", "os.environb", "os.getenv", "os.getenvb", "os.putenv", "os.unsetenv")
 THIRD_PARTY = {  # package → the paths that may import it
     **dict.fromkeys(("torch", "einops", "numpy", "matplotlib", "tensorboard"), ("",)),
@@ -201,7 +202,9 @@ def no_ready_made_parallelism(path: str, text: str) -> Found:
 
 @each(in_library)
 def operations_in_two_files(path: str, text: str) -> Found:
-    """torch.distributed's operations are called in p2p.py and comm.py; runtime.py starts and ends groups."""
+    """torch.distributed's operations are called in p2p.py and comm.py, compared in competitors.py; runtime.py starts
+    and ends groups.
+    """
     barriers = 0
     for line, full in names(path, text):
         *before, last = full.split(".")
@@ -210,7 +213,7 @@ def operations_in_two_files(path: str, text: str) -> Found:
         leaving = path == "collectives/runtime.py" and full == "torch.distributed.barrier" and barriers == 1
         operation = OPERATION.fullmatch(last) and (of_torch or (before and GROUP.fullmatch(before[-1])))
         operation = operation or full == "torch.distributed.*"
-        if operation and path not in ("collectives/p2p.py", "collectives/comm.py") and not leaving:
+        if operation and path not in CALL_OPERATIONS and not leaving:
             yield line, f"{full}: call it through collectives/p2p.py or collectives/comm.py"
         if of_torch and LIFE_OF_GROUPS.fullmatch(last) and path != "collectives/runtime.py":
             yield line, f"{full}: collectives/runtime.py starts and ends groups"

@@ -88,32 +88,33 @@ def _arguments(collective: str, case: Case, me: int, size: int) -> tuple[tuple, 
     empty = torch.full_like(mine, 77)
     match collective:
         case "broadcast":
-            return (mine, case.root), mine
+            result = (mine, case.root), mine
         case "reduce":
-            return (mine, case.root, op), mine if me == case.root else None
+            result = (mine, case.root, op), mine if me == case.root else None
         case "all_reduce":
-            return (mine, op), mine
+            result = (mine, op), mine
         case "scatter":
             whole = torch.cat([case.whole(other, size) for other in range(size)])
-            return (empty, whole if me == case.root else None, case.root), empty
+            result = (empty, whole if me == case.root else None, case.root), empty
         case "gather":
             whole = empty.repeat(size) if me == case.root else None
-            return (whole, mine, case.root), whole
+            result = (whole, mine, case.root), whole
         case "reduce_scatter":
             pieces = cut(mine, size, case)
             output = torch.full_like(pieces[me], 77)
-            return (output, pieces if case.sizes else mine, op), output
+            result = (output, pieces if case.sizes else mine, op), output
         case "all_gather":
             pieces = cut(empty, size, case)
             given = cut(case.whole(me, size), size, case)[me]
-            return (pieces if case.sizes else empty, given), empty
+            result = (pieces if case.sizes else empty, given), empty
         case "all_to_all":
             gives = _rows(me, size, mine)
             output = torch.full((sum(takes := [len(_rows(other, size, mine)[me]) for other in range(size)]),), 77)
             output = output.to(case.dtype)
-            return (output, torch.cat(gives), takes, [len(piece) for piece in gives]), output
+            result = (output, torch.cat(gives), takes, [len(piece) for piece in gives]), output
         case "barrier":
-            return (), None
+            result = (), None
+    return result
 
 
 def _rows(me: int, size: int, mine: Tensor) -> list[Tensor]:
@@ -127,24 +128,25 @@ def expected(collective: str, case: Case, size: int) -> list[Tensor | None]:
     reduced = _reduced(wholes, case)
     match collective:
         case "broadcast":
-            return [wholes[case.root]] * size
+            result = [wholes[case.root]] * size
         case "reduce":
-            return [reduced if rank == case.root else None for rank in range(size)]
+            result = [reduced if rank == case.root else None for rank in range(size)]
         case "all_reduce":
-            return [reduced] * size
+            result = [reduced] * size
         case "scatter":
-            return wholes
+            result = wholes
         case "gather":
-            return [torch.cat(wholes) if rank == case.root else None for rank in range(size)]
+            result = [torch.cat(wholes) if rank == case.root else None for rank in range(size)]
         case "reduce_scatter":
-            return cut(reduced, size, case)
+            result = cut(reduced, size, case)
         case "all_gather":
-            return [torch.cat([cut(whole, size, case)[rank] for rank, whole in enumerate(wholes)])] * size
+            result = [torch.cat([cut(whole, size, case)[rank] for rank, whole in enumerate(wholes)])] * size
         case "all_to_all":
             rows = [_rows(rank, size, whole) for rank, whole in enumerate(wholes)]
-            return [torch.cat([rows[peer][rank] for peer in range(size)]) for rank in range(size)]
+            result = [torch.cat([rows[peer][rank] for peer in range(size)]) for rank in range(size)]
         case "barrier":
-            return [None] * size
+            result = [None] * size
+    return result
 
 
 def _reduced(wholes: list[Tensor], case: Case) -> Tensor:
