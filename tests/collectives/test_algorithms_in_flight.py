@@ -5,13 +5,12 @@ batches (a lane for the whole group), where the pool is not named.
 """
 
 import gc
-import itertools
 import time
 
 import pytest
 import torch
 
-from collectives.algorithms import ring
+from collectives.algorithms import doubling, halving, ring, tree
 from collectives.algorithms.reduction import Reduction
 from tests import ordered
 from tests.collectives.algorithms import ALGORITHMS, MOVING, REDUCING, Case, assert_right, check, nodes, run_each, start
@@ -70,54 +69,73 @@ def test_many_chunks_in_flight_on_real_ranks(pool, ranks):
             assert_right([results[i][j] for results in by_rank], key, case, ranks)
 
 
-# -- two at once -------------------------------------------------------------------------------------------------------
-
-TWO = [Case(13, async_op=True), Case(6, async_op=True)]
+# -- several at once ---------------------------------------------------------------------------------------------------
 
 
-def two_in_flight(rank, key, labels=("", "")):
-    """Both are started, then waited for in this order; on the groups of these labels."""
-    groups = [rank.new_group(range(rank.size), label) for label in labels]
-    pair = nodes(rank) if key[1] == "hierarchical" else None
-    flying = [start(rank, key, case, pair or group) for case, group in zip(TWO, groups, strict=True)]
-    for work, _ in flying:
+def in_order(works):
+    for work in works:
         work.wait()
+
+
+def last_first(works):
+    in_order(works[::-1])
+
+
+def in_turn(works):
+    """A step of each, until all are over."""
+    while works:
+        works = [work for work in works if work.advance()]
+
+
+def several(rank, calls, wait):
+    """All (algorithm, case) are started, then waited for."""
+    pair = nodes(rank)
+    flying = [start(rank, key, case, pair if key[1] == "hierarchical" else None) for key, case in calls]
+    wait([work for work, _ in flying])
     return [output for _, output in flying]
 
 
-def check_two(by_rank, key):
-    for case, results in zip(TWO, zip(*by_rank, strict=True), strict=True):
+def check_several(by_rank, calls):
+    for (key, case), results in zip(calls, zip(*by_rank, strict=True), strict=True):
         assert_right(results, key, case, len(by_rank))
 
 
-# On some ranks the second call's first step comes before the first call's step with the same peer, on others after it.
-ALONE_IN_ITS_GROUP = [("all_reduce", "tree"), ("all_reduce", "halving"), ("barrier", "tree")]
-TOGETHER = [key for key in ALGORITHMS if key not in ALONE_IN_ITS_GROUP]
+def two(key, ranks):
+    """Two of the same, and as the tree and the line of another root are others, two with other roots."""
+    return [(key, Case(13, async_op=True)), (key, Case(6, root=ranks // 2, async_op=True))]
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 7])
-@pytest.mark.parametrize("key", TOGETHER)
+@pytest.mark.parametrize("key", ALGORITHMS)
 def test_two_in_flight(key, ranks):
-    for lanes in LANES:
-        check_two(ordered.run(ranks, two_in_flight, key, lanes=lanes).results, key)
+    for lanes, wait in zip(LANES * 2, (in_order, last_first, in_turn, in_order), strict=True):
+        check_several(ordered.run(ranks, several, two(key, ranks), wait, lanes=lanes).results, two(key, ranks))
 
 
-@pytest.mark.parametrize("key", ALONE_IN_ITS_GROUP)
-def test_two_of_these_need_two_groups(key):
-    with pytest.raises(ordered.Refused):
-        ordered.run(3, two_in_flight, key)
-    for ranks, lanes in itertools.product((2, 3, 4, 6, 7), LANES):
-        check_two(ordered.run(ranks, two_in_flight, key, ("one", "two"), lanes=lanes).results, key)
+def all_of_them(ranks):
+    return [call for key in ALGORITHMS for call in two(key, ranks)]
 
 
-def all_pairs_in_flight(rank, keys):
-    return [two_in_flight(rank, key) for key in keys]
+@pytest.mark.parametrize("lanes", LANES)
+@pytest.mark.parametrize("ranks", [2, 3, 6, 8])
+@pytest.mark.parametrize("wait", [in_order, last_first, in_turn])
+def test_all_algorithms_in_flight_at_once(ranks, lanes, wait):
+    calls = all_of_them(ranks)
+    check_several(ordered.run(ranks, several, calls, wait, lanes=lanes).results, calls)
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_two_in_flight_on_real_ranks(pool, ranks):
-    for key, by_rank in zip(TOGETHER, zip(*pool.run(ranks, all_pairs_in_flight, TOGETHER), strict=True), strict=True):
-        check_two(by_rank, key)
+def test_all_algorithms_in_flight_at_once_on_real_ranks(pool, ranks):
+    calls = all_of_them(ranks)
+    for wait in (in_order, in_turn):
+        check_several(pool.run(ranks, several, calls, wait), calls)
+
+
+@pytest.mark.parametrize("module", [doubling, halving, ring, tree])
+def test_a_step_that_is_left_out_is_found(monkeypatch, module):
+    monkeypatch.setattr(module, "idle", lambda steps=1: iter(()))
+    with pytest.raises(ordered.Refused):
+        ordered.run(7, several, all_of_them(7), in_turn, lanes="group")
 
 
 # -- handles -----------------------------------------------------------------------------------------------------------
