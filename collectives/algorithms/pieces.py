@@ -57,6 +57,8 @@ def before(group: dist.ProcessGroup, steps: int = 1) -> int:
 
 def keep(mine: Tensor, place: Tensor) -> None:
     """What no message is needed for: this rank's own piece goes to its place, if it does not lie there already."""
+    if mine.numel() != place.numel():
+        raise ValueError(f"this rank's piece for itself has {mine.numel()} elements, and its place {place.numel()}")
     if mine.data_ptr() != place.data_ptr():
         place.copy_(mine)
 

@@ -149,6 +149,8 @@ def calls_refused():
         yield f"too many rows, {module}", partial(call, [3, 3, 3], [3, 3, 4]), rf"\[3, 3, 4\] are {sum_of_nine}"
         yield f"too few rows, {module}", partial(call, [3, 3, 2], [3, 3, 3]), rf"\[3, 3, 2\] are {sum_of_nine}"
         yield f"two sizes, {module}", partial(call, [4, 5], [3, 3, 3]), rf"\[4, 5\] are {sum_of_nine}"
+        itself = "piece for itself has . elements, and its place"
+        yield f"from itself to itself, {module}", partial(call, [2, 3, 4], [1, 2, 6]), itself
         call = partial(module.all_to_all, five, five)
         yield f"rows without sizes, {module}", call, "5 rows do not divide by 3 ranks: give split sizes"
 
