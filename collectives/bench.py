@@ -1,11 +1,11 @@
-"""Speed of the ground: numbers by counter beside torch's generators, the direct exchange beside gloo's own collectives.
+"""Speed of the ground: numbers by counter beside torch's generators, our collectives beside the backend's.
 
     python -m collectives.bench                  all of it
-    python -m collectives.bench --ranks 2        the exchange on 2 ranks only
+    python -m collectives.bench --ranks 2        the collectives on 2 ranks only
     python -m collectives.bench --repeat 5       five whole runs, and the median of their ratios
 
 On one rank the numbers, 2^20 of each kind on one thread, and the watchers around an operation that does nothing; on
-more the exchange, by size of the whole message, float32.
+more the collectives, 1 KiB to 64 MiB of float32, by all who can do them (competitors.py).
 """
 
 import contextlib
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from collectives import comparison, rng
-from collectives.algorithms import direct
+from collectives.competitors import BACKEND, competitors
 from collectives.journal import Journal
 from collectives.layout import Box, Held, Normal
 from collectives.ledger import Ledger
@@ -28,70 +28,47 @@ from collectives.runtime import Runtime
 from collectives.turns import Call, Case
 from collectives.watch import Watcher, watched, watching
 
-SIZES = (1 << 16, 1 << 20, 1 << 24)  # bytes of the whole message
+SIZES = tuple(1 << i for i in (10, 14, 18, 20, 22, 24, 26))  # bytes of the whole message
+COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather")
 NUMBERS = 1 << 20
 PIECE = 1 << 14  # numbers at a time, as rng.fill draws them
 WIDTH = 1 << 10  # of a row, for what is drawn by row
-
-# torch 2.13 renamed these two.
-_ALL_GATHER: Callable = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_REDUCE_SCATTER: Callable = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def cases(run: Runtime) -> list[Case]:
     """What is measured on this many ranks."""
     if run.size > 1:
-        return [exchange(run, nbytes) for nbytes in SIZES for exchange in EXCHANGES]
+        return [
+            case(run, collective, n)
+            for collective in COLLECTIVES
+            for n in SIZES
+            for case in (synchronous, asynchronous)
+        ]
     torch.set_num_threads(1)
     return [*(draw(NUMBERS) for draw in RANDOMNESS), watchers(run)]
 
 
-# -- the exchange, n bytes in all --------------------------------------------------------------------------------------
+# -- a collective, n bytes in all --------------------------------------------------------------------------------------
 
 
-def all_reduce(run: Runtime, n: int) -> Case:
-    """The sum of everything on every rank; ours in the order of ranks."""
-    whole, _ = _buffers(run, n)
-    return _exchange(
-        f"all_reduce of {n:,} bytes",
-        n,
-        lambda: direct.all_reduce(whole, dist.ReduceOp.SUM, group=run.world),
-        lambda: dist.all_reduce(whole, group=run.world),
-    )
+def synchronous(run: Runtime, collective: str, n: int) -> Case:
+    """By all who can do it, the direct exchange first: comm.py's choice where it is not the backend's."""
+    calls = competitors(collective, n, run)
+    return _case(f"{collective} of {n:,} bytes", n, {"direct": calls.pop("direct"), **calls})
 
 
-def reduce_scatter(run: Runtime, n: int) -> Case:
-    """A piece of the sum on each rank."""
-    whole, piece = _buffers(run, n)
-    return _exchange(
-        f"reduce_scatter of {n:,} bytes",
-        n,
-        lambda: direct.reduce_scatter(piece, whole, dist.ReduceOp.SUM, group=run.world),
-        lambda: _REDUCE_SCATTER(piece, whole, group=run.world),
-    )
+def asynchronous(run: Runtime, collective: str, n: int) -> Case:
+    """Started and then waited for, with nothing in between."""
+    calls = competitors(collective, n, run)
+
+    def started(call: Call) -> Call:
+        return lambda: call(async_op=True).wait()
+
+    return _case(f"{collective} of {n:,} bytes, async", n, {who: started(calls[who]) for who in ("direct", BACKEND)})
 
 
-def all_gather(run: Runtime, n: int) -> Case:
-    """Everybody's piece on every rank."""
-    whole, piece = _buffers(run, n)
-    return _exchange(
-        f"all_gather of {n:,} bytes",
-        n,
-        lambda: direct.all_gather(whole, piece, group=run.world),
-        lambda: _ALL_GATHER(whole, piece, group=run.world),
-    )
-
-
-EXCHANGES = (all_reduce, reduce_scatter, all_gather)
-
-
-def _buffers(run: Runtime, n: int) -> tuple[Tensor, Tensor]:
-    piece = torch.zeros(n // 4 // run.size, device=run.device)
-    return torch.zeros(run.size * len(piece), device=run.device), piece
-
-
-def _exchange(name: str, n: int, ours: Call, theirs: Call) -> Case:
-    return Case(name, {"direct exchange": ours, "the backend's": theirs}, repeat=max(1, (1 << 20) // n))
+def _case(name: str, n: int, calls: dict[str, Call]) -> Case:
+    return Case(name, calls, repeat=max(1, min(16, (1 << 20) // n)))
 
 
 # -- randomness, n numbers on one thread -------------------------------------------------------------------------------
@@ -192,4 +169,4 @@ def _in_pieces(draw: Callable[[int, Tensor], Tensor], n: int) -> Call:
 
 
 if __name__ == "__main__":
-    sys.exit(comparison.main(cases, ranks=(1, 2, 4)))
+    sys.exit(comparison.main(cases, ranks=(1, 2, 4, 8)))

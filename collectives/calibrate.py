@@ -31,7 +31,6 @@ from collectives.turns import Case, Row
 SHIFTS = tuple(1 << i for i in range(10, 25, 2))  # bytes
 MESSAGES = (1 << 12, 1 << 16, 1 << 20, 1 << 22)  # bytes of the whole message of a collective
 SWEEP = tuple(1 << i for i in range(10, 27, 2))  # the same, for the picture
-LONG = 1 << 22  # longer ones are measured only of those who send them at most twice
 COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast")
 DRAWN = COLLECTIVES[:3]
 SHIFT = "shift"
@@ -84,17 +83,7 @@ def _shift(run: Runtime, n: int) -> Case:
 
 
 def _collective(run: Runtime, collective: str, n: int) -> Case:
-    calls = competitors(collective, n, run)
-    return Case(
-        _name(collective, n), {who: calls[who] for who in competing(collective, n, run.size)}, repeat=_repeat(n)
-    )
-
-
-def competing(collective: str, n: int, ranks: int) -> list[str]:
-    """All who can do it; of a long message all who do not send it more than twice."""
-    whos = able(collective, ranks)
-    sent = {who: predicted(collective, who, n, ranks, _machine(Link(0, 1))) for who in whos}
-    return [who for who in whos if n <= LONG or not sent[who] or sent[who].sent <= 2 * n]
+    return Case(_name(collective, n), competitors(collective, n, run), repeat=_repeat(n))
 
 
 def _machine(link: Link) -> Topology:
@@ -134,9 +123,8 @@ def world(size: int, rows: Sequence[Row], sizes: Sequence[int]) -> World:
     points = [
         Point(collective, who, n, seconds[_name(collective, n), who], _seconds(collective, who, n, size, link))
         for collective in COLLECTIVES
-        for who in able(collective, size)
         for n in sizes
-        if who in competing(collective, n, size)
+        for who in able(collective, size, n)
     ]
     return World(size, link, shifts, tuple(points))
 

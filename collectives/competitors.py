@@ -17,13 +17,14 @@ import torch.distributed as dist
 
 from collectives import cost
 from collectives.algorithms import direct, doubling, halving, hierarchical, naive, pairwise, ring, star, tree
-from collectives.cost import Cost, Topology
+from collectives.cost import Cost, Link, Topology
 from collectives.runtime import Runtime
 
 Call = Callable[..., Any]  # call(async_op=False)
 
 BACKEND = "the backend"
 NODE = 2  # ranks in a node of the hierarchical algorithm, for want of real ones
+LONG = 1 << 22  # bytes
 MODULES: MappingProxyType[str, ModuleType] = MappingProxyType(
     {
         module.__name__.rpartition(".")[2]: module
@@ -61,14 +62,20 @@ def competitors(collective: str, n: int, run: Runtime) -> dict[str, Call]:
     zeros, so that sums stay small. The root is rank 0.
     """
     arguments = _arguments(collective, n // 4 // run.size, run)
-    return {who: partial(_call(collective, who, run), *arguments) for who in able(collective, run.size)}
+    return {who: partial(_call(collective, who, run), *arguments) for who in able(collective, run.size, n)}
 
 
-def able(collective: str, ranks: int) -> list[str]:
-    """The names of all who can do it on so many ranks, the backend last."""
+def able(collective: str, ranks: int, n: int = 0) -> list[str]:
+    """The names of all who can do it on so many ranks, the backend last; of long messages without those who send them
+    more than twice.
+    """
     ours = [who for who, module in MODULES.items() if hasattr(module, collective)]
     two_levels = ranks > NODE and ranks % NODE == 0
-    return [*(who for who in ours if who != "hierarchical" or two_levels), BACKEND]
+    ours = [who for who in ours if who != "hierarchical" or two_levels]
+    if n > LONG:
+        machine = Topology(Link(0, 1), Link(0, 1), NODE)  # only its bytes are asked for
+        ours = [who for who in ours if predicted(collective, who, n, ranks, machine).sent <= 2 * n]
+    return [*ours, BACKEND]
 
 
 def _call(collective: str, who: str, run: Runtime) -> Call:

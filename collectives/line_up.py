@@ -76,6 +76,11 @@ def line_up(run: Runtime, n: int) -> list[Row]:
     return rows
 
 
+def as_predicted(row: Row) -> bool:
+    """Whether one of our algorithms did what its formulas say."""
+    return row.sends_as_predicted() and row.steps == row.expected.steps
+
+
 def _measure(run: Runtime, call: Call) -> Measured:
     call()  # the first one makes connections
     comm.barrier(group=run.world)
@@ -110,8 +115,7 @@ def _line(row: Row) -> str:
     if row.expected is None:
         return f"{'':26}{measured:>14}{'':23}{1e3 * row.seconds:9.2f}{bus:>10}"
     formula = cost.ALGORITHMS[row.collective, row.who]
-    holds = row.sends_as_predicted() and row.steps == row.expected.steps
     return (
         f"{formula.sent:>12}{row.expected.sent:14,.0f}{measured:>14}{formula.steps:>15} = {row.steps:<5}"
-        f"{1e3 * row.seconds:9.2f}{bus:>10}{'' if holds else '  DOES NOT HOLD'}"
+        f"{1e3 * row.seconds:9.2f}{bus:>10}{'' if as_predicted(row) else '  DOES NOT HOLD'}"
     )

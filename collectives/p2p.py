@@ -60,9 +60,9 @@ def exchange(sends: Sequence[Message], receives: Sequence[Message], *, group: di
     Empty tensors are skipped, on both sides alike. A tensor that is sent must not change, one that receives not be
     read, before `wait`.
     """
-    outgoing = [(tensor.detach().contiguous(), peer) for tensor, peer in sends if tensor.numel()]
+    outgoing = [(_readable(tensor.detach(), group), peer) for tensor, peer in sends if tensor.numel()]
     incoming = [(tensor.detach(), peer) for tensor, peer in receives if tensor.numel()]
-    landing = [(dense_like(tensor), peer) for tensor, peer in incoming]
+    landing = [(_writable(tensor, group), peer) for tensor, peer in incoming]
     batch = [dist.P2POp(dist.irecv, tensor, group=group, group_peer=peer) for tensor, peer in landing]
     batch += [dist.P2POp(dist.isend, tensor, group=group, group_peer=peer) for tensor, peer in outgoing]
     works = dist.batch_isend_irecv(batch) if batch else []
@@ -78,6 +78,23 @@ def exchange(sends: Sequence[Message], receives: Sequence[Message], *, group: di
 def dense_like(tensor: Tensor) -> Tensor:
     """The tensor itself if it is contiguous, else uninitialised contiguous memory of its shape, to be copied back."""
     return tensor if tensor.is_contiguous() else torch.empty_like(tensor, memory_format=torch.contiguous_format)
+
+
+def _readable(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+    return tensor.to(_memory(tensor, group)).contiguous()
+
+
+def _writable(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+    memory = _memory(tensor, group)
+    return (
+        dense_like(tensor) if tensor.device == memory else torch.empty(tensor.shape, dtype=tensor.dtype, device=memory)
+    )
+
+
+def _memory(tensor: Tensor, group: dist.ProcessGroup) -> torch.device:
+    """From where the backend can send: gloo's send and receive know the CPU only."""
+    on_cpu = tensor.device.type == "cpu" or dist.get_backend(group) != "gloo"
+    return tensor.device if on_cpu else torch.device("cpu")
 
 
 def isend(tensor: Tensor, dst: int, *, group: dist.ProcessGroup) -> Handle:

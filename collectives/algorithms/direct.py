@@ -34,8 +34,10 @@ def reduce_scatter(output: Tensor, input: Whole, op: Any = SUM, *, group: dist.P
 def all_gather(output: Whole, input: Tensor, *, group: dist.ProcessGroup) -> Steps:
     """Before: rank r holds piece r, which may be its part of `output`. After: every rank's `output` is all pieces."""
     pieces = cut(output, group.size())
-    keep(own(input, pieces, group), pieces[group.rank()])
-    return _all_gather(pieces, group)
+    mine = own(input, pieces, group)
+    work = _exchange([mine] * group.size(), pieces, group)
+    keep(mine, pieces[group.rank()])  # beside the messages
+    yield work
 
 
 @stepwise
@@ -43,7 +45,7 @@ def all_reduce(tensor: Tensor, op: Any = SUM, *, group: dist.ProcessGroup) -> St
     """Before: every rank holds a tensor of the same shape. After: every rank holds their `op`, in place."""
     pieces = cut(tensor, group.size())
     yield from _reduce_scatter(pieces[group.rank()], pieces, Reduction.of(op, tensor, group), group)
-    yield from _all_gather(pieces, group)
+    yield _exchange([pieces[group.rank()]] * group.size(), pieces, group)
 
 
 @stepwise
@@ -59,8 +61,9 @@ def all_to_all(
     rows of dim 0.
     """
     gives, takes = by_rows(input, input_split_sizes, group.size()), by_rows(output, output_split_sizes, group.size())
+    work = _exchange(gives, takes, group)
     keep(gives[group.rank()], takes[group.rank()])
-    yield _exchange(gives, takes, group)
+    yield work
 
 
 def _reduce_scatter(output: Tensor, pieces: Sequence[Tensor], reduction: Reduction, group: dist.ProcessGroup) -> Steps:
@@ -69,10 +72,6 @@ def _reduce_scatter(output: Tensor, pieces: Sequence[Tensor], reduction: Reducti
     in_order = [*arrived[:rank], pieces[rank], *arrived[rank:]]
     yield _exchange(pieces, in_order, group)
     reduction.in_order(in_order, output, scratch=arrived[0] if arrived else output)
-
-
-def _all_gather(pieces: Sequence[Tensor], group: dist.ProcessGroup) -> Steps:
-    yield _exchange([pieces[group.rank()]] * len(pieces), pieces, group)
 
 
 def _exchange(gives: Sequence[Tensor], takes: Sequence[Tensor], group: dist.ProcessGroup) -> p2p.Handle:

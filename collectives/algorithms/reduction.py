@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 SUM, AVG = dist.ReduceOp.SUM, dist.ReduceOp.AVG
+BLOCK = 1 << 16  # numbers that are added at a time, so that the sum so far stays in the cache
 
 
 def _combine(op: Any) -> Any:
@@ -90,8 +91,12 @@ class Reduction:
         `output` may be one of the parts: nothing is written into it before the last step. `scratch` is the first or
         second part, free to be overwritten when the first step has read it.
         """
-        total = self.partial(parts[0])
-        for i, part in enumerate(parts[1:], start=1):
+        for blocks in zip(*(tensor.split(BLOCK) for tensor in (output, scratch, *parts)), strict=True):
+            self._in_order(*blocks)
+
+    def _in_order(self, output: Tensor, scratch: Tensor, first: Tensor, *others: Tensor) -> None:
+        total = self.partial(first)
+        for i, part in enumerate(others, start=1):
             # IDEA: every element is summed in rank order, wherever it lies, so packing and bucket size change no bit.
-            total = self.add(total, part, self.last(total, output if i == len(parts) - 1 else scratch))
+            total = self.add(total, part, self.last(total, output if i == len(others) else scratch))
         self.finish(total, output)

@@ -21,7 +21,7 @@ from collectives.algorithms.pieces import Whole, after, before, cut, in_chunks, 
 from collectives.algorithms.reduction import SUM, Reduction
 from collectives.algorithms.steps import Steps, idle, interleaved, stepwise
 
-CHUNK = 1 << 20  # bytes
+CHUNK = 1 << 22  # bytes
 
 
 @stepwise

@@ -1,4 +1,4 @@
-"""The ground's benches: the direct exchange beside the backend's collectives, numbers by counter beside torch's."""
+"""The ground's benches: our collectives beside the backend's, numbers by counter beside torch's."""
 
 import pytest
 
@@ -10,10 +10,14 @@ SMALL = 1 << 12  # for a run that measures nothing
 
 
 @pytest.mark.parametrize("nbytes", [1 << 20, 1 << 24])
-@pytest.mark.parametrize("exchange", bench.EXCHANGES, ids=lambda exchange: exchange.__name__)
+@pytest.mark.parametrize(
+    "case",
+    [(case, name) for name in bench.COLLECTIVES for case in (bench.synchronous, bench.asynchronous)],
+    ids=lambda case: f"{case[1]}-{case[0].__name__}",
+)
 @pytest.mark.parametrize("size", [2, 4])
-def test_exchange(pool, benchmark, size, exchange, nbytes):
-    ranks.record(benchmark, pool, size, exchange, SMALL if benchmark.disabled else nbytes)
+def test_collective(pool, benchmark, size, case, nbytes):
+    ranks.record(benchmark, pool, size, *case, SMALL if benchmark.disabled else nbytes)
 
 
 @pytest.mark.parametrize("draw", bench.RANDOMNESS, ids=lambda draw: draw.__name__)
