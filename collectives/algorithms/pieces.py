@@ -57,8 +57,6 @@ def before(group: dist.ProcessGroup, steps: int = 1) -> int:
 
 def keep(mine: Tensor, place: Tensor) -> None:
     """What no message is needed for: this rank's own piece goes to its place, if it does not lie there already."""
-    if mine.numel() != place.numel():
-        raise ValueError(f"this rank's piece for itself has {mine.numel()} elements, and its place {place.numel()}")
     if mine.data_ptr() != place.data_ptr():
         place.copy_(mine)
 
@@ -72,6 +70,21 @@ def by_rows(tensor: Tensor, sizes: Sequence[int] | None, size: int) -> list[Tens
     if len(sizes) != size or sum(sizes) != rows:
         raise ValueError(f"split sizes {sizes} are not one for each of {size} ranks with a sum of {rows} rows")
     return [piece.view(-1) for piece in tensor.split(sizes)]
+
+
+def gives_and_takes(
+    output: Tensor,
+    input: Tensor,
+    output_split_sizes: Sequence[int] | None,
+    input_split_sizes: Sequence[int] | None,
+    group: dist.ProcessGroup,
+) -> tuple[list[Tensor], list[Tensor]]:
+    """The pieces of an all_to_all: for all ranks, and from all ranks."""
+    gives, takes = by_rows(input, input_split_sizes, group.size()), by_rows(output, output_split_sizes, group.size())
+    given, taken = gives[group.rank()].numel(), takes[group.rank()].numel()
+    if given != taken:
+        raise ValueError(f"rank {group.rank()} gives {given} elements to itself and takes {taken}: let them be as many")
+    return gives, takes
 
 
 def equal_pieces(whole: Tensor | None, piece: Tensor, root: int, group: dist.ProcessGroup) -> list[Tensor]:

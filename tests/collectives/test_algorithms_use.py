@@ -134,25 +134,29 @@ def calls_refused():
     three, five, nine = torch.zeros(3), torch.zeros(5), torch.zeros(9)
     misfit = "a piece of 5 elements, where 9 cut over 3 ranks make 3"
     for module in (ring, halving, pairwise, direct):
-        yield f"a piece to reduce, {module}", partial(module.reduce_scatter, five, nine), misfit
+        yield f"a piece to reduce, {module.__name__}", partial(module.reduce_scatter, five, nine), misfit
     for module in (ring, doubling, direct):
-        yield f"a piece to gather, {module}", partial(module.all_gather, nine, five), misfit
+        yield f"a piece to gather, {module.__name__}", partial(module.all_gather, nine, five), misfit
     for module in (ring, pairwise, direct):
         call = partial(module.reduce_scatter, three, [three] * 2)
-        yield f"pieces to reduce, {module}", call, "2 pieces for 3 ranks: give one for each"
+        yield f"pieces to reduce, {module.__name__}", call, "2 pieces for 3 ranks: give one for each"
     for module in (ring, direct):
         call = partial(module.all_gather, [three] * 4, three)
-        yield f"pieces to gather, {module}", call, "4 pieces for 3 ranks: give one for each"
+        yield f"pieces to gather, {module.__name__}", call, "4 pieces for 3 ranks: give one for each"
     for module in (pairwise, direct):
         call = partial(module.all_to_all, nine, nine)
         sum_of_nine = "not one for each of 3 ranks with a sum of 9 rows"
-        yield f"too many rows, {module}", partial(call, [3, 3, 3], [3, 3, 4]), rf"\[3, 3, 4\] are {sum_of_nine}"
-        yield f"too few rows, {module}", partial(call, [3, 3, 2], [3, 3, 3]), rf"\[3, 3, 2\] are {sum_of_nine}"
-        yield f"two sizes, {module}", partial(call, [4, 5], [3, 3, 3]), rf"\[4, 5\] are {sum_of_nine}"
-        itself = "piece for itself has . elements, and its place"
-        yield f"from itself to itself, {module}", partial(call, [2, 3, 4], [1, 2, 6]), itself
+        yield (
+            f"too many rows, {module.__name__}",
+            partial(call, [3, 3, 3], [3, 3, 4]),
+            rf"\[3, 3, 4\] are {sum_of_nine}",
+        )
+        yield f"too few rows, {module.__name__}", partial(call, [3, 3, 2], [3, 3, 3]), rf"\[3, 3, 2\] are {sum_of_nine}"
+        yield f"two sizes, {module.__name__}", partial(call, [4, 5], [3, 3, 3]), rf"\[4, 5\] are {sum_of_nine}"
+        itself = "elements to itself and takes .: let them be as many"
+        yield f"from itself to itself, {module.__name__}", partial(call, [2, 3, 4], [1, 2, 6]), itself
         call = partial(module.all_to_all, five, five)
-        yield f"rows without sizes, {module}", call, "5 rows do not divide by 3 ranks: give split sizes"
+        yield f"rows without sizes, {module.__name__}", call, "5 rows do not divide by 3 ranks: give split sizes"
 
 
 def refusal(rank, call):
