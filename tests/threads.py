@@ -28,7 +28,8 @@ class Turns:
     def __init__(self, ranks: int, seed: int, deadlock: Callable[[], Halt]):
         self.waits: dict[int, Any] = dict.fromkeys(range(ranks))  # of ranks that have not ended: for what, or None
         self._failure: BaseException | None = None
-        self._deadlock, self._draw, self._changed = deadlock, random.Random(seed), threading.Condition()
+        self._deadlock, self._draw, self._lock = deadlock, random.Random(seed), threading.Lock()
+        self._mine = [threading.Condition(self._lock) for _ in range(ranks)]  # to wake only the one whose turn it is
         self._turn = self._draw.randrange(ranks)
 
     def run(self, jobs: Sequence[Callable[[], Any]]) -> list[Any]:
@@ -47,7 +48,7 @@ class Turns:
 
     def give_way(self, rank: int, awaited: Any = None) -> None:
         """Let others run. The turn comes back at any time, but not before `awaited.done` is true."""
-        with self._changed:
+        with self._lock:
             self.waits[rank] = awaited
             self._next()
             self._take(rank)
@@ -60,19 +61,19 @@ class Turns:
 
     def _work(self, rank: int, job: Callable[[], Any], results: list[Any]) -> None:
         try:
-            with self._changed:
+            with self._lock:
                 self._take(rank)
             results[rank] = job()
         except BaseException as failure:
             if self._failure is None:
                 failure.add_note(f"raised on rank {rank}")
                 self._failure = failure
-        with self._changed:
+        with self._lock:
             del self.waits[rank]
             self._next()
 
     def _take(self, rank: int) -> None:
-        self._changed.wait_for(lambda: self._turn == rank or self._failure)
+        self._mine[rank].wait_for(lambda: self._turn == rank or self._failure)
         if self._failure:
             raise type(self._failure)(*self._failure.args) if isinstance(self._failure, Halt) else Stopped
 
@@ -82,7 +83,8 @@ class Turns:
             self._turn = self._draw.choice(ready)
         elif self.waits:
             self.halt(self._deadlock())
-        self._changed.notify_all()
+        for condition in self._mine if self._failure else [self._mine[self._turn]]:
+            condition.notify()
 
 
 @dataclass(frozen=True, eq=False)

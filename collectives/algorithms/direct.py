@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from collectives import p2p
-from collectives.algorithms.pieces import Whole, after, before, by_rows, cut, keep, own
+from collectives.algorithms.pieces import Whole, after, before, cut, gives_and_takes, keep, own
 from collectives.algorithms.reduction import SUM, Reduction
 from collectives.algorithms.steps import Steps, stepwise
 
@@ -60,7 +60,7 @@ def all_to_all(
     """Before: piece p of a rank's input is meant for rank p. After: piece p of its output came from rank p. Sizes are
     rows of dim 0.
     """
-    gives, takes = by_rows(input, input_split_sizes, group.size()), by_rows(output, output_split_sizes, group.size())
+    gives, takes = gives_and_takes(output, input, output_split_sizes, input_split_sizes, group)
     work = _exchange(gives, takes, group)
     keep(gives[group.rank()], takes[group.rank()])
     yield work

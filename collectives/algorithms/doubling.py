@@ -24,7 +24,7 @@ from torch import Tensor
 from collectives import p2p
 from collectives.algorithms.pieces import after, before, cut, edges, keep, own
 from collectives.algorithms.reduction import SUM, Reduction
-from collectives.algorithms.steps import Steps, stepwise
+from collectives.algorithms.steps import Steps, idle, stepwise
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,16 @@ class Seats:
     def start(self, seat: int) -> int:
         """The first rank of a seat, who plays; of seats a … b-1 the ranks are start(a) … start(b)-1."""
         return min(2 * seat, seat + self.size - self.count)
+
+    @property
+    def steps(self) -> int:
+        """Of a doubling, or a halving."""
+        return self.count.bit_length() - 1
+
+    @property
+    def folds(self) -> int:
+        """Steps before, and after: 0 of a power of two, else 1."""
+        return int(self.count < self.size)
 
     @property
     def seat(self) -> int:
@@ -74,10 +84,13 @@ def all_gather(output: Tensor, input: Tensor, *, group: dist.ProcessGroup) -> St
     keep(mine, pieces[seats.rank])
     if seats.host is not None:
         yield p2p.exchange([(mine, seats.host)], [], group=group)
+        yield from idle(seats.steps)
         yield p2p.exchange([], [(piece, seats.host) for piece in _but(seats.rank, output, seats)], group=group)
         return
     if seats.guest is not None:
         yield p2p.exchange([], [(pieces[seats.guest], seats.guest)], group=group)
+    else:
+        yield from idle(seats.folds)
     yield from double(output.view(-1), seats, group)
     if seats.guest is not None:
         yield p2p.exchange([(piece, seats.guest) for piece in _but(seats.guest, output, seats)], [], group=group)
@@ -108,10 +121,10 @@ def all_reduce(tensor: Tensor, op: Any = SUM, *, group: dist.ProcessGroup) -> St
     total = reduction.partial(tensor)
     if seats.host is not None:
         yield p2p.exchange([(total, seats.host)], [], group=group)
+        yield from idle(seats.steps)
         yield p2p.exchange([], [(tensor, seats.host)], group=group)
         return
-    if seats.guest is not None:
-        total = yield from take_in(total, seats.guest, reduction, group)
+    total = yield from take_in(total, seats, reduction, group)
     for distance, partner in seats.partners():
         arrived = reduction.room(total)
         yield p2p.exchange([(total, partner)], [(arrived, partner)], group=group)
@@ -123,10 +136,13 @@ def all_reduce(tensor: Tensor, op: Any = SUM, *, group: dist.ProcessGroup) -> St
         yield p2p.exchange([(tensor, seats.guest)], [], group=group)
 
 
-def take_in(total: Tensor, guest: int, reduction: Reduction, group: dist.ProcessGroup) -> Steps:
-    """Add what the guest brings. Returns the sum."""
+def take_in(total: Tensor, seats: Seats, reduction: Reduction, group: dist.ProcessGroup) -> Steps:
+    """Add what the guest brings, if there is one. Returns the sum."""
+    if seats.guest is None:
+        yield from idle(seats.folds)
+        return total
     arrived = reduction.room(total)
-    yield p2p.exchange([], [(arrived, guest)], group=group)
+    yield p2p.exchange([], [(arrived, seats.guest)], group=group)
     return reduction.add(total, arrived, out=arrived)
 
 

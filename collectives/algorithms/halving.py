@@ -19,7 +19,7 @@ from collectives import p2p
 from collectives.algorithms.doubling import Seats, double, take_in
 from collectives.algorithms.pieces import cut, edges, own
 from collectives.algorithms.reduction import SUM, Reduction
-from collectives.algorithms.steps import Steps, stepwise
+from collectives.algorithms.steps import Steps, idle, stepwise
 
 
 @stepwise
@@ -29,10 +29,10 @@ def reduce_scatter(output: Tensor, input: Tensor, op: Any = SUM, *, group: dist.
     mine, total = own(output, cut(input, group.size()), group), reduction.partial(input.view(-1))
     if seats.host is not None:
         yield p2p.exchange([(total, seats.host)], [], group=group)
+        yield from idle(seats.steps)
         yield p2p.exchange([], [(mine, seats.host)], group=group)
         return
-    if seats.guest is not None:
-        total = yield from take_in(total, seats.guest, reduction, group)
+    total = yield from take_in(total, seats, reduction, group)
     total = yield from _halve(total, seats, reduction, group)
     reduction.finish(total[: mine.numel()], mine)
     if seats.guest is not None:
@@ -49,10 +49,10 @@ def all_reduce(tensor: Tensor, op: Any = SUM, *, group: dist.ProcessGroup) -> St
     total = reduction.partial(whole)
     if seats.host is not None:
         yield p2p.exchange([(total, seats.host)], [], group=group)
+        yield from idle(2 * seats.steps)
         yield p2p.exchange([], [(whole, seats.host)], group=group)
         return
-    if seats.guest is not None:
-        total = yield from take_in(total, seats.guest, reduction, group)
+    total = yield from take_in(total, seats, reduction, group)
     total = yield from _halve(total, seats, reduction, group)
     reduction.finish(total, whole[ends[seats.start(seats.seat)] : ends[seats.start(seats.seat + 1)]])
     yield from double(whole, seats, group)

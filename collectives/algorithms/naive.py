@@ -21,7 +21,7 @@ def all_reduce(tensor: Tensor, op: Any = SUM, *, group: dist.ProcessGroup) -> St
     """Before: every rank holds a tensor of the same shape. After: every rank holds their `op`, in place, added in rank
     order.
     """
-    mine, rank = tensor.view(-1), group.rank()
+    mine, rank, reduction = tensor.view(-1), group.rank(), Reduction.of(op, tensor, group)
     arrived = list(mine.new_empty(group.size() - 1, mine.numel()))
     in_order = [*arrived[:rank], mine, *arrived[rank:]]
     peers = range(1, group.size())
@@ -31,4 +31,4 @@ def all_reduce(tensor: Tensor, op: Any = SUM, *, group: dist.ProcessGroup) -> St
         [(in_order[peer], peer) for peer in (before(group, step) for step in peers)],
         group=group,
     )
-    Reduction.of(op, tensor, group).in_order(in_order, mine, scratch=arrived[0] if arrived else mine)
+    reduction.in_order(in_order, mine, scratch=arrived[0] if arrived else mine)

@@ -72,6 +72,21 @@ def by_rows(tensor: Tensor, sizes: Sequence[int] | None, size: int) -> list[Tens
     return [piece.view(-1) for piece in tensor.split(sizes)]
 
 
+def gives_and_takes(
+    output: Tensor,
+    input: Tensor,
+    output_split_sizes: Sequence[int] | None,
+    input_split_sizes: Sequence[int] | None,
+    group: dist.ProcessGroup,
+) -> tuple[list[Tensor], list[Tensor]]:
+    """The pieces of an all_to_all: for all ranks, and from all ranks."""
+    gives, takes = by_rows(input, input_split_sizes, group.size()), by_rows(output, output_split_sizes, group.size())
+    given, taken = gives[group.rank()].numel(), takes[group.rank()].numel()
+    if given != taken:
+        raise ValueError(f"rank {group.rank()} gives {given} elements to itself and takes {taken}: let them be as many")
+    return gives, takes
+
+
 def equal_pieces(whole: Tensor | None, piece: Tensor, root: int, group: dist.ProcessGroup) -> list[Tensor]:
     """On the root the pieces of its whole, all as long as this one; elsewhere nothing."""
     if group.rank() != root:

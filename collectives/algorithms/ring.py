@@ -19,7 +19,7 @@ from torch import Tensor
 from collectives import p2p
 from collectives.algorithms.pieces import Whole, after, before, cut, in_chunks, keep, own
 from collectives.algorithms.reduction import SUM, Reduction
-from collectives.algorithms.steps import Steps, interleaved, stepwise
+from collectives.algorithms.steps import Steps, idle, interleaved, stepwise
 
 CHUNK = 1 << 22  # bytes
 
@@ -75,8 +75,10 @@ def _all_gather(pieces: Sequence[Tensor], group: dist.ProcessGroup) -> Steps:
 def broadcast(tensor: Tensor, group_src: int, *, group: dist.ProcessGroup) -> Steps:
     """After: every rank holds what rank `group_src` of the group held, in place."""
     chunks = [chunk for [chunk] in in_chunks([tensor.view(-1)], CHUNK)]
-    first, last = group.rank() == group_src, after(group) == group_src
+    distance = (group.rank() - group_src) % group.size()
+    first, last = distance == 0, distance == group.size() - 1
     lag = 0 if first else 1  # a chunk goes on in the step after that in which it came
+    yield from idle(distance - 1)
     for k in range(len(chunks) + lag):
         arriving = [] if first else chunks[k : k + 1]
         leaving = [] if last else chunks[k - lag : k - lag + 1]
@@ -90,9 +92,11 @@ def reduce(tensor: Tensor, group_dst: int, op: Any = SUM, *, group: dist.Process
     """
     reduction = Reduction.of(op, tensor, group)
     chunks = [chunk for [chunk] in in_chunks([tensor.view(-1)], CHUNK)]
-    first, last = before(group) == group_dst, group.rank() == group_dst
+    distance = (group.rank() - group_dst - 1) % group.size()
+    first, last = distance == 0, distance == group.size() - 1
     totals = [reduction.partial(chunk) if first else reduction.room(chunk) for chunk in chunks]
     lag = 0 if first else 1
+    yield from idle(distance - 1)
     for k in range(len(chunks) + lag):
         arriving = [] if first else totals[k : k + 1]
         leaving = [] if last else totals[k - lag : k - lag + 1]

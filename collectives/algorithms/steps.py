@@ -9,6 +9,10 @@ Called, it runs to its end. With async_op=True it starts its first step and retu
 between its steps, which is `wait`, or `advance` for one step at a time; the direct exchange, a single step, does not.
 What a generator holds, its buffers, lives as long as its handle. PyTorch's counterpart: Work, whose steps a thread or
 the GPU carries out.
+
+All ranks go through the same steps, idle in some. So those of several calls in flight on one group are posted in the
+same order everywhere, if all ranks wait for the calls in the same order. A rank that left out a step would be ahead
+with the next call's, and its messages would meet others than theirs.
 """
 
 import functools
@@ -61,6 +65,12 @@ def stepwise(algorithm: Callable[..., Steps]) -> Callable[..., InSteps | None]:
         return None
 
     return collective
+
+
+def idle(steps: int = 1) -> Steps:
+    """Steps in which others have something to do, and this rank has not."""
+    for _ in range(steps):
+        yield Handle([])
 
 
 def interleaved(parts: Sequence[Steps]) -> Steps:

@@ -26,7 +26,7 @@ from torch import Tensor
 from collectives import p2p
 from collectives.algorithms.pieces import equal_pieces
 from collectives.algorithms.reduction import SUM, Reduction
-from collectives.algorithms.steps import Steps, stepwise
+from collectives.algorithms.steps import Steps, idle, stepwise
 
 
 @dataclass(frozen=True)
@@ -61,12 +61,19 @@ class Place:
         """The rank above, None for the root."""
         return self.rank(self.v - self.lowest) if self.v else None
 
-    def children(self) -> Iterator[tuple[int, slice]]:
-        """The ranks below, the one with the largest subtree first, and where its subtree lies in this one's."""
+    @property
+    def above(self) -> int:
+        """Steps of a broadcast before the one in which this rank, not the root, is told."""
+        return (self.size - 1).bit_length() - self.lowest.bit_length()
+
+    def children(self) -> Iterator[tuple[list[int], slice]]:
+        """For each further step of a broadcast, the rank below, if it exists, and where its subtree lies in this one's:
+        the largest first.
+        """
         bit = self.lowest // 2
         while bit:
-            if self.v + bit < self.size:
-                yield self.rank(self.v + bit), slice(bit, min(2 * bit, self.span))
+            below = [self.rank(self.v + bit)] if self.v + bit < self.size else []
+            yield below, slice(bit, min(2 * bit, self.span))
             bit //= 2
 
 
@@ -106,9 +113,10 @@ def scatter(output: Tensor, input: Tensor | None, group_src: int, *, group: dist
     if place.parent is None:
         torch.stack([pieces[place.rank(v)] for v in range(place.size)], out=held)
     else:
+        yield from idle(place.above)
         yield p2p.exchange([], [(held, place.parent)], group=group)
-    for child, subtree in place.children():
-        yield p2p.exchange([(held[subtree], child)], [], group=group)
+    for below, subtree in place.children():
+        yield p2p.exchange([(held[subtree], child) for child in below], [], group=group)
     mine.copy_(held[0])
 
 
@@ -119,8 +127,8 @@ def gather(output: Tensor | None, input: Tensor, group_dst: int, *, group: dist.
     pieces = equal_pieces(output, input, group_dst, group)
     held = mine.new_empty(place.span, mine.numel())
     held[0].copy_(mine)
-    for child, subtree in reversed(list(place.children())):
-        yield p2p.exchange([], [(held[subtree], child)], group=group)
+    for below, subtree in reversed(list(place.children())):
+        yield p2p.exchange([], [(held[subtree], child) for child in below], group=group)
     if place.parent is not None:
         yield p2p.exchange([(held, place.parent)], [], group=group)
     for v, piece in enumerate(held[: len(pieces)]):
@@ -130,19 +138,22 @@ def gather(output: Tensor | None, input: Tensor, group_dst: int, *, group: dist.
 def _broadcast(tensor: Tensor, root: int, group: dist.ProcessGroup) -> Steps:
     place = Place.of(group, root)
     if place.parent is not None:
+        yield from idle(place.above)
         yield p2p.exchange([], [(tensor, place.parent)], group=group)
-    for child, _ in place.children():
+    for below, _ in place.children():
         # IDEA: whoever knows tells another: in every step twice as many know.
-        yield p2p.exchange([(tensor, child)], [], group=group)
+        yield p2p.exchange([(tensor, child) for child in below], [], group=group)
 
 
 def _reduce(tensor: Tensor, root: int, reduction: Reduction, group: dist.ProcessGroup) -> Steps:
     place, total = Place.of(group, root), reduction.partial(tensor)
-    for child, _ in reversed(list(place.children())):
-        arrived = reduction.room(tensor)
-        yield p2p.exchange([], [(arrived, child)], group=group)
-        total = reduction.add(total, arrived, out=arrived)
+    for below, _ in reversed(list(place.children())):
+        arrived = [(reduction.room(tensor), child) for child in below]
+        yield p2p.exchange([], arrived, group=group)
+        for part, _ in arrived:
+            total = reduction.add(total, part, out=part)
     if place.parent is None:
         reduction.finish(total, tensor)
     else:
         yield p2p.exchange([(total, place.parent)], [], group=group)
+        yield from idle(place.above)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from collectives import comm
 from collectives.algorithms import direct, doubling, halving, hierarchical, naive, pairwise, ring, star, tree
+from tests import ordered
 
 
 def two_levels(tensor: Tensor, op: Any, *, group: Any, async_op: bool = False) -> Any:
@@ -70,19 +71,35 @@ def cut(whole: Tensor, size: int, case: Case) -> list[Tensor]:
 
 def run(rank: Any, key: tuple[str, str], case: Case, group: Any = None) -> Tensor | None:
     """Run one algorithm on this rank; its result, None where the collective leaves none."""
-    group = group or (nodes(rank) if key[1] == "hierarchical" else rank.world)
-    me, size = (rank.rank, rank.size) if isinstance(group, tuple) else (group.rank(), group.size())
-    prepared, output = _arguments(key[0], case, me, size)
-    work = ALGORITHMS[key](*prepared, group=group, async_op=case.async_op)
+    work, output = start(rank, key, case, group)
     assert (work is None) != case.async_op
-    del prepared
     if work is not None:
         work.wait()
         work.wait()
     return output
 
 
-def _arguments(collective: str, case: Case, me: int, size: int) -> tuple[tuple, Tensor | None]:
+def run_each(rank: Any, key: tuple[str, str], cases: Sequence[Case]) -> list[Tensor | None]:
+    """One after the other: the results by case."""
+    return [run(rank, key, case) for case in cases]
+
+
+def start(rank: Any, key: tuple[str, str], case: Case, group: Any = None) -> tuple[Any, Tensor | None]:
+    """Call one algorithm; what it returned, and the tensor that holds, or will hold, its result."""
+    group = group or (nodes(rank) if key[1] == "hierarchical" else rank.world)
+    prepared, output = arguments(key[0], case, *seat(group))
+    return ALGORITHMS[key](*prepared, group=group, async_op=case.async_op), output
+
+
+def seat(group: Any) -> tuple[int, int]:
+    """This rank in the group, or in the pair of groups of hierarchical, and how many there are."""
+    if not isinstance(group, tuple):
+        return group.rank(), group.size()
+    inside, between = group
+    return between.rank() * inside.size() + inside.rank(), between.size() * inside.size()
+
+
+def arguments(collective: str, case: Case, me: int, size: int) -> tuple[tuple, Tensor | None]:
     """The call's arguments, and the tensor that holds its result."""
     op, mine = getattr(comm, case.op), case.whole(me, size)
     empty = torch.full_like(mine, 77)
@@ -125,20 +142,15 @@ def _rows(me: int, size: int, mine: Tensor) -> list[Tensor]:
 def expected(collective: str, case: Case, size: int) -> list[Tensor | None]:
     """By rank, computed on this process alone. Of a sum of floats the nearest number in float64."""
     wholes = [case.whole(rank, size) for rank in range(size)]
-    reduced = _reduced(wholes, case)
+    if "reduce" in collective:
+        return _placed(collective, _reduced(wholes, case), case, size)
     match collective:
         case "broadcast":
             result = [wholes[case.root]] * size
-        case "reduce":
-            result = [reduced if rank == case.root else None for rank in range(size)]
-        case "all_reduce":
-            result = [reduced] * size
         case "scatter":
             result = wholes
         case "gather":
             result = [torch.cat(wholes) if rank == case.root else None for rank in range(size)]
-        case "reduce_scatter":
-            result = cut(reduced, size, case)
         case "all_gather":
             result = [torch.cat([cut(whole, size, case)[rank] for rank, whole in enumerate(wholes)])] * size
         case "all_to_all":
@@ -147,6 +159,17 @@ def expected(collective: str, case: Case, size: int) -> list[Tensor | None]:
         case "barrier":
             result = [None] * size
     return result
+
+
+def _placed(collective: str, reduced: Tensor, case: Case, size: int) -> list[Tensor | None]:
+    """By rank, of a tensor as long as the whole, the part that the rank gets."""
+    match collective:
+        case "reduce":
+            return [reduced if rank == case.root else None for rank in range(size)]
+        case "reduce_scatter":
+            return cut(reduced, size, case)
+        case _:
+            return [reduced] * size
 
 
 def _reduced(wholes: list[Tensor], case: Case) -> Tensor:
@@ -162,6 +185,47 @@ def _reduced(wholes: list[Tensor], case: Case) -> Tensor:
             return parts.prod(0)
         case _:
             return parts.sum(0) / (len(wholes) if case.op == "AVG" else 1)
+
+
+def check(key: tuple[str, str], ranks: int, cases: Sequence[Case], **network: Any) -> None:
+    """On the ordered network, the values of all cases, one after the other."""
+    by_rank = ordered.run(ranks, run_each, key, cases, **network).results
+    for results, case in zip(zip(*by_rank, strict=True), cases, strict=True):
+        assert_right(results, key, case, ranks)
+
+
+def assert_right(results: Sequence[Tensor | None], key: tuple[str, str], case: Case, size: int) -> None:
+    """What was returned by rank is the expected value, but for what rounding explains; nothing explains more."""
+    wanted, allowed = expected(key[0], case, size), [torch.zeros(())] * size
+    if "reduce" in key[0]:
+        allowed = _placed(key[0], _rounding(key, case, size), case, size)
+    for rank, (result, value, error) in enumerate(zip(results, wanted, allowed, strict=True)):
+        message = f"{key}, {case}: rank {rank} of {size} has {result}, not {value}"
+        assert (result is None) == (value is None), message
+        if result is not None:
+            assert result.dtype == case.dtype and result.shape == value.shape, message
+            assert (result == value).logical_or((result.double() - value.double()).abs() <= error).all(), message
+
+
+def _rounding(key: tuple[str, str], case: Case, size: int) -> Tensor:
+    """By how much each element may be off. u·P·Σ|x| for P ranks, 1e-14·Σ|x| in float64; of 16-bit numbers, which are
+    added in float32 and rounded once, half of the last digit and 1e-6·Σ|x|. hierarchical rounds them at each level.
+    """
+    wholes = torch.stack([case.whole(rank, size) for rank in range(size)]).double()
+    if not case.dtype.is_floating_point or case.op in ("MIN", "MAX") or case.kind != "random":
+        return torch.zeros(wholes[0].shape)
+    sizes = wholes.abs().prod(0) if case.op == "PRODUCT" else wholes.abs().sum(0)
+    if case.op == "AVG":
+        sizes = sizes / size
+    if case.dtype == torch.float64:
+        return 1e-14 * sizes
+    if case.dtype == torch.float32:
+        return size * 2**-24 * sizes
+    last, tiny = torch.finfo(case.dtype).eps, torch.finfo(case.dtype).smallest_normal
+    if key[1] == "hierarchical":
+        return (last + 1e-6) * sizes
+    exponent = torch.frexp(_reduced(list(wholes), case).abs().clamp(min=tiny)).exponent
+    return torch.ldexp(torch.full(exponent.shape, last / 4, dtype=torch.float64), exponent) + 1e-6 * sizes
 
 
 def nodes(rank: Any) -> tuple[Any, Any]:
