@@ -121,7 +121,7 @@ def all_to_all_rows(x: Tensor, gives: Sequence[int], takes: Sequence[int], *, gr
     Right however the ranks go on: a row is on one of them only. A row that is sent to several is a copy in x, whose
     own backward adds. takes[p] is what rank p has as gives for this one.
     """
-    size, rank, gives, takes = group.size(), group.rank(), list(gives), list(takes)
+    size, rank, gives, takes = _size(group), group.rank(), list(gives), list(takes)
     if not len(gives) == len(takes) == size or gives[rank] != takes[rank] or sum(gives) != x.size(0):
         need = f"{size} numbers each, equal at {rank}, this rank, and gives to add up to the {x.size(0)} rows"
         raise ValueError(f"gives={gives}, takes={takes}: need {need}")
@@ -134,6 +134,7 @@ def broadcast_reduce(x: Tensor, group_src: int, *, group: dist.ProcessGroup) -> 
 
     Right if the ranks go on differently. If all go on alike, the gradient is P times too large.
     """
+    _check_root(group_src, group)
     return _apply(x, _broadcast, reduce_broadcast, group_src, group=group)
 
 
@@ -143,6 +144,7 @@ def reduce_broadcast(x: Tensor, group_dst: int, *, group: dist.ProcessGroup) -> 
 
     Right if rank group_dst alone goes on with the sum. If all do, take one of the two all_reduces.
     """
+    _check_root(group_dst, group)
     return _apply(x, _reduce, broadcast_reduce, group_dst, group=group)
 
 
@@ -163,7 +165,7 @@ def _apply(
     x: Tensor, forward: Callable, dual: Callable, *args: Any, back: Sequence[Any] = (), group: dist.ProcessGroup
 ) -> Tensor:
     """forward(x, *args); its backward is dual(dout, *back), with the same args if no others are given."""
-    if group.size() == 1:
+    if _size(group) == 1:
         return x
     return _Dual.apply(
         x, lambda x: forward(x, *args, group=group), lambda dout: dual(dout, *(back or args), group=group)
@@ -229,9 +231,20 @@ def _reduce(x: Tensor, dst: int, *, group: dist.ProcessGroup) -> Tensor:
     return total if group.rank() == dst else total.zero_()  # what reduce leaves elsewhere is undefined
 
 
+def _size(group: dist.ProcessGroup | None) -> int:
+    if group is None:
+        raise ValueError("this rank is no member of the group; let only members call it")
+    return group.size()
+
+
+def _check_root(root: int, group: dist.ProcessGroup) -> None:
+    if not 0 <= root < _size(group):
+        raise ValueError(f"root {root} is not in a group of {group.size()} ranks, which count from 0 in it")
+
+
 def _piece_sizes(x: Tensor, dim: int, sizes: Sizes, group: dist.ProcessGroup, name: str = "sizes") -> list[int]:
     """The lengths along dim of all ranks' pieces, of which x is one."""
-    length, size = x.size(dim), group.size()
+    length, size = x.size(dim), _size(group)
     sizes = size * [length] if sizes is None else list(sizes)
     if len(sizes) != size or sizes[group.rank()] != length:
         raise ValueError(f"{name}={sizes}: give {size} lengths along dim {dim}, {length} for rank {group.rank()}")
@@ -240,7 +253,7 @@ def _piece_sizes(x: Tensor, dim: int, sizes: Sizes, group: dist.ProcessGroup, na
 
 def _whole_sizes(x: Tensor, dim: int, sizes: Sizes, group: dist.ProcessGroup, name: str = "sizes") -> list[int]:
     """The lengths along dim of the pieces into which x is to be cut."""
-    length, size = x.size(dim), group.size()
+    length, size = x.size(dim), _size(group)
     if sizes is None and length % size:
         nearly = [(length + size - 1 - rank) // size for rank in range(size)]
         raise ValueError(f"{size} ranks do not divide dim {dim} of length {length}; give {name}=, as {nearly}")

@@ -63,11 +63,13 @@ def keep(mine: Tensor, place: Tensor) -> None:
 
 def by_rows(tensor: Tensor, sizes: Sequence[int] | None, size: int) -> list[Tensor]:
     """The pieces for, or from, all ranks: so many rows of dim 0 each, equally many if no sizes are given; flat."""
+    if tensor.dim() == 0:
+        raise ValueError("a tensor without dims has no rows")
     rows = len(tensor)
     if sizes is None and rows % size:
         raise ValueError(f"{rows} rows do not divide by {size} ranks: give split sizes")
     sizes = [rows // size] * size if sizes is None else list(sizes)
-    if len(sizes) != size or sum(sizes) != rows:
+    if len(sizes) != size or sum(sizes) != rows or min(sizes) < 0:
         raise ValueError(f"split sizes {sizes} are not one for each of {size} ranks with a sum of {rows} rows")
     return [piece.view(-1) for piece in tensor.split(sizes)]
 
@@ -87,9 +89,16 @@ def gives_and_takes(
     return gives, takes
 
 
+def from_root(root: int, group: dist.ProcessGroup) -> int:
+    """How far this rank is after the root, around the ring; ValueError for a root that is not in the group."""
+    if not 0 <= root < group.size():
+        raise ValueError(f"root {root} is not in a group of {group.size()} ranks, which count from 0 in it")
+    return (group.rank() - root) % group.size()
+
+
 def equal_pieces(whole: Tensor | None, piece: Tensor, root: int, group: dist.ProcessGroup) -> list[Tensor]:
     """On the root the pieces of its whole, all as long as this one; elsewhere nothing."""
-    if group.rank() != root:
+    if from_root(root, group) != 0:
         return []
     if whole is None or whole.numel() != group.size() * piece.numel():
         what = "nothing" if whole is None else f"{whole.numel()} elements"

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from collectives import p2p
-from collectives.algorithms.pieces import Whole, after, before, cut, in_chunks, keep, own
+from collectives.algorithms.pieces import Whole, after, before, cut, from_root, in_chunks, keep, own
 from collectives.algorithms.reduction import SUM, Reduction
 from collectives.algorithms.steps import Steps, idle, interleaved, stepwise
 
@@ -75,7 +75,7 @@ def _all_gather(pieces: Sequence[Tensor], group: dist.ProcessGroup) -> Steps:
 def broadcast(tensor: Tensor, group_src: int, *, group: dist.ProcessGroup) -> Steps:
     """After: every rank holds what rank `group_src` of the group held, in place."""
     chunks = [chunk for [chunk] in in_chunks([tensor.view(-1)], CHUNK)]
-    distance = (group.rank() - group_src) % group.size()
+    distance = from_root(group_src, group)
     first, last = distance == 0, distance == group.size() - 1
     lag = 0 if first else 1  # a chunk goes on in the step after that in which it came
     yield from idle(distance - 1)
@@ -92,7 +92,7 @@ def reduce(tensor: Tensor, group_dst: int, op: Any = SUM, *, group: dist.Process
     """
     reduction = Reduction.of(op, tensor, group)
     chunks = [chunk for [chunk] in in_chunks([tensor.view(-1)], CHUNK)]
-    distance = (group.rank() - group_dst - 1) % group.size()
+    distance = (from_root(group_dst, group) - 1) % group.size()
     first, last = distance == 0, distance == group.size() - 1
     totals = [reduction.partial(chunk) if first else reduction.room(chunk) for chunk in chunks]
     lag = 0 if first else 1

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from collectives import p2p
-from collectives.algorithms.pieces import after, before, equal_pieces, keep
+from collectives.algorithms.pieces import after, before, equal_pieces, from_root, keep
 from collectives.algorithms.reduction import SUM, Reduction
 from collectives.algorithms.steps import Steps, stepwise
 
@@ -69,7 +69,7 @@ def barrier(*, group: dist.ProcessGroup, device: torch.device | str = "cpu") -> 
 
 def _reduce(tensor: Tensor, root: int, op: Any, group: dist.ProcessGroup) -> Steps:
     mine, reduction = tensor.view(-1), Reduction.of(op, tensor, group)
-    if group.rank() != root:
+    if from_root(root, group) != 0:
         yield _to_root(mine, [], root, group)
         return
     arrived = list(mine.new_empty(group.size() - 1, mine.numel()))
@@ -79,14 +79,14 @@ def _reduce(tensor: Tensor, root: int, op: Any, group: dist.ProcessGroup) -> Ste
 
 
 def _from_root(pieces: Sequence[Tensor], piece: Tensor, root: int, group: dist.ProcessGroup) -> p2p.Handle:
-    if group.rank() != root:
+    if from_root(root, group) != 0:
         return p2p.exchange([], [(piece, root)], group=group)
     peers = [after(group, step) for step in range(1, group.size())]
     return p2p.exchange([(pieces[peer], peer) for peer in peers], [], group=group)
 
 
 def _to_root(piece: Tensor, pieces: Sequence[Tensor], root: int, group: dist.ProcessGroup) -> p2p.Handle:
-    if group.rank() != root:
+    if from_root(root, group) != 0:
         return p2p.exchange([(piece, root)], [], group=group)
     peers = [before(group, step) for step in range(1, group.size())]
     return p2p.exchange([], [(pieces[peer], peer) for peer in peers], group=group)

@@ -21,10 +21,11 @@ from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from collectives.p2p import Handle
 
-Steps = Generator[Handle, None, None]
+Steps = Generator[Handle, None, Any]  # may return something to the algorithm of which it is a part
 
 
 class InSteps:
@@ -54,10 +55,15 @@ class InSteps:
 
 
 def stepwise(algorithm: Callable[..., Steps]) -> Callable[..., InSteps | None]:
-    """Decorator: the algorithm as a collective, which takes async_op and returns a handle, or None when it is over."""
+    """Decorator: the algorithm as a collective, which takes async_op and returns a handle, or None when it is over.
+
+    Raises ValueError, before anything is sent, for tensors that are not contiguous or of different dtypes, and on a
+    rank that is no member of the group.
+    """
 
     @functools.wraps(algorithm)
     def collective(*args: Any, async_op: bool = False, **kwargs: Any) -> InSteps | None:
+        _check(algorithm.__name__, args, kwargs)
         handle = InSteps(algorithm(*args, **kwargs))
         if async_op:
             return handle
@@ -65,6 +71,20 @@ def stepwise(algorithm: Callable[..., Steps]) -> Callable[..., InSteps | None]:
         return None
 
     return collective
+
+
+def _check(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    for which in ("group", "inside", "between"):
+        if kwargs.get(which, ...) is None:
+            raise ValueError(f"{name}: this rank is no member of the {which}; let only members call it")
+    lists = [given if isinstance(given, list | tuple) else [given] for given in args]
+    tensors = [tensor for given in lists for tensor in given if isinstance(tensor, Tensor)]
+    for tensor in tensors:
+        if not tensor.is_contiguous():
+            shape, strides = tuple(tensor.shape), tensor.stride()
+            raise ValueError(f"{name}: a tensor {shape} with strides {strides} has gaps; give it contiguous")
+        if tensor.dtype != tensors[0].dtype:
+            raise ValueError(f"{name}: tensors of {tensors[0].dtype} and of {tensor.dtype}; give both the same")
 
 
 def idle(steps: int = 1) -> Steps:

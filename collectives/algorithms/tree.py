@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from collectives import p2p
-from collectives.algorithms.pieces import equal_pieces
+from collectives.algorithms.pieces import equal_pieces, from_root
 from collectives.algorithms.reduction import SUM, Reduction
 from collectives.algorithms.steps import Steps, idle, stepwise
 
@@ -40,7 +40,7 @@ class Place:
     @classmethod
     def of(cls, group: dist.ProcessGroup, root: int) -> "Place":
         """In a group, of the tree that hangs from rank `root` of it."""
-        return cls((group.rank() - root) % group.size(), root, group.size())
+        return cls(from_root(root, group), root, group.size())
 
     @property
     def lowest(self) -> int:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from collectives import comm, p2p
 from collectives.algorithms import direct, doubling, halving, pairwise, ring, star, tree
 from tests import ordered
-from tests.collectives.algorithms import ALGORITHMS, REDUCING, Case, arguments, assert_right, run, seat
+from tests.collectives.algorithms import ALGORITHMS, REDUCING, ROOTED, Case, arguments, assert_right, run, seat
 
 # -- groups ------------------------------------------------------------------------------------------------------------
 
@@ -155,8 +155,27 @@ def calls_refused():
         yield f"two sizes, {module.__name__}", partial(call, [4, 5], [3, 3, 3]), rf"\[4, 5\] are {sum_of_nine}"
         itself = "elements to itself and takes .: let them be as many"
         yield f"from itself to itself, {module.__name__}", partial(call, [2, 3, 4], [1, 2, 6]), itself
+        yield f"a negative size, {module.__name__}", partial(call, [4, 8, -3], [4, 8, -3]), sum_of_nine
+        no_rows = partial(module.all_to_all, torch.zeros(()), torch.zeros(()))
+        yield f"no rows, {module.__name__}", no_rows, "a tensor without dims has no rows"
         call = partial(module.all_to_all, five, five)
         yield f"rows without sizes, {module.__name__}", call, "5 rows do not divide by 3 ranks: give split sizes"
+
+
+def calls_refused_by_all():
+    """What no algorithm takes."""
+    for key in ANY_GROUP:
+        name, call = " ".join(key), ALGORITHMS[key]
+        given, _ = arguments(key[0], Case(9), 0, 3)
+        strided = [torch.zeros(3, 3).T if isinstance(entry, torch.Tensor) else entry for entry in given]
+        if key[0] != "barrier":
+            yield f"gaps, {name}", partial(call, *strided), r"a tensor \(3, 3\) with strides \(1, 3\) has gaps"
+        if sum(isinstance(entry, torch.Tensor) for entry in given) > 1:
+            other = [entry.float() if entry is given[0] else entry for entry in given]
+            yield f"dtypes, {name}", partial(call, *other), "tensors of torch.float32 and of torch.float64"
+        if key[0] in ROOTED:
+            roots = [3 if isinstance(entry, int) else entry for entry in given]
+            yield f"a root, {name}", partial(call, *roots), "root 3 is not in a group of 3 ranks"
 
 
 def refusal(rank, call):
@@ -166,7 +185,7 @@ def refusal(rank, call):
         return str(error)
 
 
-REFUSED = {what: (call, words) for what, call, words in calls_refused()}
+REFUSED = {what: (call, words) for what, call, words in (*calls_refused(), *calls_refused_by_all())}
 
 
 @pytest.mark.parametrize("what", REFUSED)
@@ -176,6 +195,21 @@ def test_refused_on_every_rank_before_any_message(what):
     assert report.messages == 0
     for said in report.results:
         assert said and re.search(words, said) and "\n" not in said
+
+
+def outside(rank, key):
+    """What a rank that is no member is told, and what the members get."""
+    group = rank.new_group([1, 2])
+    if group:
+        return run(rank, key, Case(4), group)
+    given, _ = arguments(key[0], Case(4), 0, 2)
+    with pytest.raises(ValueError, match="this rank is no member of the group; let only members call it"):
+        ALGORITHMS[key](*given, group=None)
+
+
+def test_a_rank_that_is_no_member_is_told_so():
+    for key in ANY_GROUP:
+        assert_right(ordered.run(3, outside, key).results[1:], key, Case(4), 2)
 
 
 def gathers(rank, gather, whole):
