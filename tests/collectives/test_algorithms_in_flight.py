@@ -105,7 +105,7 @@ def two(key, ranks):
     return [(key, Case(13, async_op=True)), (key, Case(6, root=ranks // 2, async_op=True))]
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 7])
+@pytest.mark.parametrize("ranks", [2, 3, 7])
 @pytest.mark.parametrize("key", ALGORITHMS)
 def test_two_in_flight(key, ranks):
     for lanes, wait in zip(LANES * 2, (in_order, last_first, in_turn, in_order), strict=True):
@@ -117,7 +117,7 @@ def all_of_them(ranks):
 
 
 @pytest.mark.parametrize("lanes", LANES)
-@pytest.mark.parametrize("ranks", [2, 3, 6, 8])
+@pytest.mark.parametrize("ranks", [2, 3, 6])
 @pytest.mark.parametrize("wait", [in_order, last_first, in_turn])
 def test_all_algorithms_in_flight_at_once(ranks, lanes, wait):
     calls = all_of_them(ranks)

@@ -136,6 +136,7 @@ def test_without_matplotlib_it_says_so_before_it_measures(monkeypatch, capsys):
     assert "pip install matplotlib" in capsys.readouterr().err
 
 
+@pytest.mark.drill
 def test_the_command():
     command = [sys.executable, "-m", "collectives", "calibrate", "--ranks", "2", "--rounds", "2"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)

@@ -79,7 +79,7 @@ def checked_by_torch(run, name):
     return gradcheck(of_all, x) and gradgradcheck(of_all, x, dout)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("ranks", [1, 2, pytest.param(3, marks=pytest.mark.drill)])
 def test_gradcheck(pool, ranks):
     for name in simplest(ranks):
         assert pool.run(ranks, checked_by_torch, name) == ranks * [True], name
