@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from collectives import cost
-from collectives.algorithms import direct, doubling, halving, hierarchical, naive, pairwise, ring, star, tree
+from collectives.algorithms import direct, doubling, halving, hierarchical, naive, pairwise, pieces, ring, star, tree
 from collectives.cost import Cost, Link, Topology
 from collectives.runtime import Runtime
 
@@ -93,7 +93,7 @@ def predicted(collective: str, who: str, n: int, ranks: int, machine: Topology) 
     if who == BACKEND:
         return None
     along_the_line = who == "ring" and collective in ("broadcast", "reduce")
-    choice = {"chunks": max(1, -(-n // ring.CHUNK))} if along_the_line else {}
+    choice = {"chunks": max(1, -(-n // pieces.CHUNK))} if along_the_line else {}
     return cost.of(collective, who, n, ranks, machine, **choice)
 
 

@@ -4,7 +4,8 @@ rank order.
 reduce-scatter: one step, P-1 sends and receives posted in one batch, the sum at the wait. all-gather: the same step the
 other way. all-reduce is one after the other; all-to-all is the exchange itself. No step waits for a hand, as a ring's
 do, so the whole exchange runs beside computation. A rank sends n(P-1)/P of n bytes in each, as a ring does, and needs
-n(P-1)/P of memory for the pieces that arrive (a ring: 2n/P).
+n(P-1)/P of memory for the pieces that arrive (a ring: 2n/P). What is to be added comes in chunks, all posted at once:
+each is added when it is there, in memory that the C library has at hand.
 
 Every element is the sum in the order of ranks 0, 1, 2 …, whatever buffer it lies in. PyTorch's counterpart:
 reduce_scatter_tensor, all_gather_into_tensor, all_reduce; neither NCCL's nor gloo's promise an order. Left out: links
@@ -14,20 +15,22 @@ that many peers share, for which rings exist.
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from collectives import p2p
-from collectives.algorithms.pieces import Whole, after, before, cut, gives_and_takes, keep, own
+from collectives.algorithms.pieces import Whole, after, before, cut, gives_and_takes, in_chunks, keep, own
 from collectives.algorithms.reduction import SUM, Reduction
-from collectives.algorithms.steps import Steps, stepwise
+from collectives.algorithms.steps import Steps, interleaved, stepwise
 
 
 @stepwise
 def reduce_scatter(output: Tensor, input: Whole, op: Any = SUM, *, group: dist.ProcessGroup) -> Steps:
     """Before: every rank holds an input of P pieces. After: rank r's `output` is the `op` of all pieces r."""
-    pieces = cut(input, group.size())
-    return _reduce_scatter(own(output, pieces, group), pieces, Reduction.of(op, output, group), group)
+    pieces, reduction = cut(input, group.size()), Reduction.of(op, output, group)
+    chunks = in_chunks([own(output, pieces, group), *pieces])
+    yield from interleaved([_reduce_scatter(chunk[0], chunk[1:], reduction, group) for chunk in chunks])
 
 
 @stepwise
@@ -43,9 +46,8 @@ def all_gather(output: Whole, input: Tensor, *, group: dist.ProcessGroup) -> Ste
 @stepwise
 def all_reduce(tensor: Tensor, op: Any = SUM, *, group: dist.ProcessGroup) -> Steps:
     """Before: every rank holds a tensor of the same shape. After: every rank holds their `op`, in place."""
-    pieces = cut(tensor, group.size())
-    yield from _reduce_scatter(pieces[group.rank()], pieces, Reduction.of(op, tensor, group), group)
-    yield _exchange([pieces[group.rank()]] * group.size(), pieces, group)
+    pieces, reduction = cut(tensor, group.size()), Reduction.of(op, tensor, group)
+    yield from interleaved([_all_reduce(chunk, reduction, group) for chunk in in_chunks(pieces)])
 
 
 @stepwise
@@ -66,9 +68,14 @@ def all_to_all(
     yield work
 
 
+def _all_reduce(pieces: Sequence[Tensor], reduction: Reduction, group: dist.ProcessGroup) -> Steps:
+    yield from _reduce_scatter(pieces[group.rank()], pieces, reduction, group)
+    yield _exchange([pieces[group.rank()]] * group.size(), pieces, group)
+
+
 def _reduce_scatter(output: Tensor, pieces: Sequence[Tensor], reduction: Reduction, group: dist.ProcessGroup) -> Steps:
     rank = group.rank()
-    arrived = list(output.new_empty(len(pieces) - 1, output.numel()))
+    arrived = [torch.empty_like(output) for _ in range(len(pieces) - 1)]
     in_order = [*arrived[:rank], pieces[rank], *arrived[rank:]]
     yield _exchange(pieces, in_order, group)
     reduction.in_order(in_order, output, scratch=arrived[0] if arrived else output)

@@ -10,6 +10,7 @@ from itertools import accumulate
 import torch.distributed as dist
 from torch import Tensor
 
+CHUNK = 1 << 22  # bytes
 Whole = Tensor | Sequence[Tensor]  # contiguous; a sequence has one piece for each rank, of any sizes
 
 
@@ -39,9 +40,9 @@ def edges(whole: Tensor, size: int) -> list[int]:
     return [0, *accumulate(piece.numel() for piece in cut(whole, size))]
 
 
-def in_chunks(pieces: Sequence[Tensor], nbytes: int) -> list[list[Tensor]]:
-    """The same whole, as several of that many bytes a piece or less: number c has chunk c of every piece."""
-    count = max(1, *(-(-piece.nbytes // nbytes) for piece in pieces))
+def in_chunks(pieces: Sequence[Tensor]) -> list[list[Tensor]]:
+    """The same whole, as several of at most CHUNK bytes a piece: number c has chunk c of every piece."""
+    count = max(1, *(-(-piece.nbytes // CHUNK) for piece in pieces))
     return [list(chunk) for chunk in zip(*(piece.tensor_split(count) for piece in pieces), strict=True)]
 
 

@@ -21,14 +21,12 @@ from collectives.algorithms.pieces import Whole, after, before, cut, from_root, 
 from collectives.algorithms.reduction import SUM, Reduction
 from collectives.algorithms.steps import Steps, idle, interleaved, stepwise
 
-CHUNK = 1 << 22  # bytes
-
 
 @stepwise
 def reduce_scatter(output: Tensor, input: Whole, op: Any = SUM, *, group: dist.ProcessGroup) -> Steps:
     """Before: every rank holds an input of P pieces. After: rank r's `output` is the `op` of all pieces r."""
     pieces, reduction = cut(input, group.size()), Reduction.of(op, output, group)
-    chunks = in_chunks([own(output, pieces, group), *pieces], CHUNK)
+    chunks = in_chunks([own(output, pieces, group), *pieces])
     yield from interleaved([_reduce_scatter(chunk[0], chunk[1:], reduction, group) for chunk in chunks])
 
 
@@ -37,14 +35,14 @@ def all_gather(output: Whole, input: Tensor, *, group: dist.ProcessGroup) -> Ste
     """Before: rank r holds piece r, which may be its part of `output`. After: every rank's `output` is all pieces."""
     pieces = cut(output, group.size())
     keep(own(input, pieces, group), pieces[group.rank()])
-    yield from interleaved([_all_gather(chunk, group) for chunk in in_chunks(pieces, CHUNK)])
+    yield from interleaved([_all_gather(chunk, group) for chunk in in_chunks(pieces)])
 
 
 @stepwise
 def all_reduce(tensor: Tensor, op: Any = SUM, *, group: dist.ProcessGroup) -> Steps:
     """Before: every rank holds a tensor of the same shape. After: every rank holds their `op`, in place."""
     pieces, reduction = cut(tensor, group.size()), Reduction.of(op, tensor, group)
-    yield from interleaved([_all_reduce(chunk, reduction, group) for chunk in in_chunks(pieces, CHUNK)])
+    yield from interleaved([_all_reduce(chunk, reduction, group) for chunk in in_chunks(pieces)])
 
 
 def _all_reduce(pieces: Sequence[Tensor], reduction: Reduction, group: dist.ProcessGroup) -> Steps:
@@ -74,7 +72,7 @@ def _all_gather(pieces: Sequence[Tensor], group: dist.ProcessGroup) -> Steps:
 @stepwise
 def broadcast(tensor: Tensor, group_src: int, *, group: dist.ProcessGroup) -> Steps:
     """After: every rank holds what rank `group_src` of the group held, in place."""
-    chunks = [chunk for [chunk] in in_chunks([tensor.view(-1)], CHUNK)]
+    chunks = [chunk for [chunk] in in_chunks([tensor.view(-1)])]
     distance = from_root(group_src, group)
     first, last = distance == 0, distance == group.size() - 1
     lag = 0 if first else 1  # a chunk goes on in the step after that in which it came
@@ -91,7 +89,7 @@ def reduce(tensor: Tensor, group_dst: int, op: Any = SUM, *, group: dist.Process
     the rank after it around to itself.
     """
     reduction = Reduction.of(op, tensor, group)
-    chunks = [chunk for [chunk] in in_chunks([tensor.view(-1)], CHUNK)]
+    chunks = [chunk for [chunk] in in_chunks([tensor.view(-1)])]
     distance = (from_root(group_dst, group) - 1) % group.size()
     first, last = distance == 0, distance == group.size() - 1
     totals = [reduction.partial(chunk) if first else reduction.room(chunk) for chunk in chunks]

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from collectives import comm, demo
-from collectives.algorithms import doubling, halving, naive, ring, star, tree
+from collectives.algorithms import doubling, halving, naive, pieces, ring, star, tree
 from collectives.algorithms.reduction import Reduction
 from tests import ordered
 from tests.collectives.algorithms import ALGORITHMS, REDUCING, Case, nodes, run
@@ -200,9 +200,9 @@ def test_bytes_of_uneven_pieces(key, ranks):
     cases = [(cut, Case(13, dtype)) for dtype in (torch.float64, torch.bfloat16)]
     if key[0] != "all_reduce":
         cases.append((sizes, Case(sum(sizes), sizes=sizes)))
-    for pieces, case in cases:
+    for lengths, case in cases:
         report = ordered.run(ranks, run, key, case)
-        assert [report.sent, report.received] == moved_of_pieces(np.array(pieces))[key].nbytes(case.dtype)
+        assert [report.sent, report.received] == moved_of_pieces(np.array(lengths))[key].nbytes(case.dtype)
 
 
 # -- sockets -----------------------------------------------------------------------------------------------------------
@@ -318,7 +318,7 @@ def test_from_four_ranks_on_trees_take_fewer_steps_than_rings(ranks):
 @pytest.mark.parametrize("chunks", [1, 2, 7])
 def test_chunks_follow_each_other_along_a_line_and_fly_side_by_side_around_a_ring(monkeypatch, ranks, chunks):
     """A line takes P-2 steps until the last rank has the first chunk, then one a chunk."""
-    monkeypatch.setattr(ring, "CHUNK", 8)
+    monkeypatch.setattr(pieces, "CHUNK", 8)
     for collective in ("broadcast", "reduce"):
         line = ordered.run(ranks, run, (collective, "ring"), Case(chunks))
         assert line.steps == (ranks - 2 + chunks if ranks > 1 else 0)

@@ -10,7 +10,7 @@ import time
 import pytest
 import torch
 
-from collectives.algorithms import doubling, halving, ring, tree
+from collectives.algorithms import doubling, halving, pieces, ring, tree
 from collectives.algorithms.reduction import Reduction
 from tests import ordered
 from tests.collectives.algorithms import ALGORITHMS, MOVING, REDUCING, Case, assert_right, check, nodes, run_each, start
@@ -51,13 +51,13 @@ def chunky(ranks, key):
 @pytest.mark.parametrize("ranks", [1, 2, 3, 6])
 @pytest.mark.parametrize("key", RING)
 def test_many_chunks_in_flight(monkeypatch, key, ranks, lanes):
-    monkeypatch.setattr(ring, "CHUNK", 24)
+    monkeypatch.setattr(pieces, "CHUNK", 24)
     check(key, ranks, chunky(ranks, key), lanes=lanes)
 
 
 def in_chunks(rank, keys):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ring, "CHUNK", 24)
+        patch.setattr(pieces, "CHUNK", 24)
         return [run_each(rank, key, chunky(rank.size, key)) for key in keys]
 
 
@@ -196,7 +196,7 @@ def test_a_handle_goes_step_by_step(key):
 
 def test_chunks_are_advanced_in_turn(monkeypatch):
     """13 numbers on 4 ranks, in pieces of up to 4, in chunks of up to 2: two rings of 6 steps."""
-    monkeypatch.setattr(ring, "CHUNK", 16)
+    monkeypatch.setattr(pieces, "CHUNK", 16)
     assert [count for count, *_ in ordered.run(4, advances, ("all_reduce", "ring")).results] == [12] * 4
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from collectives import comm, p2p
-from collectives.algorithms import ring
+from collectives.algorithms import pieces, ring
 from collectives.critical_path import CriticalPath, steps
 from collectives.watch import watching
 from tests import ordered
@@ -28,7 +28,7 @@ def test_every_algorithm_takes_as_many_steps_as_on_the_ordered_network(pool, ran
 def chunks(run, count):
     """Chunks go along the line one after the other, around the ring side by side."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ring, "CHUNK", 8)
+        patch.setattr(pieces, "CHUNK", 8)
         ring.broadcast(torch.zeros(count, dtype=torch.float64), 0, group=run.world)
         ring.all_gather(torch.zeros(4 * count, dtype=torch.float64), torch.zeros(count).double(), group=run.world)
 

@@ -5,7 +5,7 @@ from unittest import mock
 import pytest
 
 from collectives import competitors, cost, line_up
-from collectives.algorithms import ring
+from collectives.algorithms import pieces, ring
 from collectives.competitors import BACKEND, COLLECTIVES
 from collectives.cost import Link, Topology
 from tests import ordered
@@ -37,7 +37,7 @@ def test_the_model_has_the_bytes_of_every_rank_and_the_steps(ranks):
 
 @pytest.mark.parametrize("chunks", [1, 2, 5])
 def test_the_model_of_a_line_in_chunks(chunks, monkeypatch):
-    monkeypatch.setattr(ring, "CHUNK", 8 * LCM // chunks)
+    monkeypatch.setattr(pieces, "CHUNK", 8 * LCM // chunks)
     for collective in ("broadcast", "reduce"):
         report = ordered.run(4, run_algorithm, (collective, "ring"), Case(LCM))
         expected = cost.of(collective, "ring", 8 * LCM, 4, Topology(Link(0, 1), Link(0, 1), 4), chunks=chunks)
