@@ -7,6 +7,8 @@ import pytest
 import torch
 
 from collectives import comm, runtime
+from collectives.algorithms import direct, doubling, halving, naive, ring, star, tree
+from collectives.competitors import BACKEND, COLLECTIVES, competitors
 from collectives.runtime import Runtime
 from tests import jobs, parity
 from tests.parity import config, documents
@@ -47,9 +49,23 @@ def collectives_on_gpu(run: Runtime) -> None:
     assert torch.equal(whole[:, 0], torch.arange(run.size, device=run.device, dtype=whole.dtype))
 
 
+def algorithms_on_gpu(run: Runtime) -> None:
+    """Every algorithm that is written out; the sum of ones, by each that sums on all ranks."""
+    for collective in COLLECTIVES:
+        for who, call in competitors(collective, 4 * 1003 * run.size, run).items():
+            if who != BACKEND:
+                call()
+                call(async_op=True).wait()
+    for module in (naive, star, ring, tree, doubling, halving, direct):
+        ones = torch.ones(1003, device=run.device)
+        module.all_reduce(ones, group=run.world)
+        assert torch.equal(ones, torch.full_like(ones, run.size)), module.__name__
+
+
+@pytest.mark.parametrize("job", [collectives_on_gpu, algorithms_on_gpu])
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_collectives_on_gloo(pool, ranks):
-    pool.run(ranks, on_gpu, collectives_on_gpu, timeout=120)
+def test_collectives_on_gloo(pool, ranks, job):
+    pool.run(ranks, on_gpu, job, timeout=120)
 
 
 def test_nccl_with_one_rank():
@@ -62,6 +78,7 @@ def one_rank() -> None:
     with runtime.start() as run:
         assert run.backend == "nccl" and run.device.type == "cuda"
         collectives_on_gpu(run)
+        algorithms_on_gpu(run)
         cfg = config(dp=1, dropout=0.1, microbatches=2)
         initial, done = parity.train(run, cfg, documents(), 4)
         worst = parity.judge(initial, done, parity.reference(cfg, initial, documents(), 4))
