@@ -189,7 +189,7 @@ def draw(worlds: Sequence[World], path: Path) -> None:
     figure.supxlabel("bytes of the whole message")
     figure.supylabel("bus bandwidth in bytes/s: measured (points), predicted (dashed), of the link (dotted)")
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
+    figure.savefig(path, dpi=80)
     plt.close(figure)
 
 

@@ -10,7 +10,8 @@ ranks counted in the group, and the choice of the algorithm, which is a rule and
 - NCCL: the backend's.
 - A mean of float16 or bfloat16 over gloo is our direct exchange, which adds in float32; gloo's sum would overflow.
 - `ordered=True` (all_reduce, reduce_scatter) adds in rank order 0, 1, 2 … for every element, on any backend, so that no
-  bit depends on how tensors are packed into buffers. Of two ranks any sum is ordered.
+  bit depends on how tensors are packed into buffers. That is the direct exchange, for a few numbers a star, which adds
+  in the same order. Of two ranks any sum is ordered.
 
 A synchronous call returns None; async_op=True returns a handle with `wait()`, which keeps the buffers alive. Any
 all-reduce leaves the same bits on all ranks. Bytes that a rank sends, for n bytes on P ranks: all_reduce 2n(P-1)/P,
@@ -25,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from collectives.algorithms import direct
+from collectives.algorithms import direct, star
 from collectives.algorithms.reduction import check_mean
 from collectives.p2p import Handle, dense_like
 from collectives.watch import watched
@@ -38,6 +39,7 @@ SUM, AVG, MIN, MAX, PRODUCT = (
     dist.ReduceOp.PRODUCT,
 )
 _LARGE = 1 << 20  # bytes of a whole gathered tensor from which our all-gather is faster than gloo's
+_SMALL = 1 << 9  # bytes of a norm or a loss, of which the messages are counted: 2(P-1) by a star, 2P(P-1) directly
 
 
 @watched
@@ -51,7 +53,8 @@ def all_reduce(
     """
     check_mean(tensor, op)
     if _low_mean(tensor, op, group) or (ordered and dist.get_world_size(group) > 2):
-        return _in_place(tensor, lambda dense: direct.all_reduce(dense, op, group=group, async_op=True), async_op)
+        ours = star if tensor.nbytes <= _SMALL else direct
+        return _in_place(tensor, lambda dense: ours.all_reduce(dense, op, group=group, async_op=True), async_op)
     return _in_place(tensor, lambda dense: dist.all_reduce(dense, op, group=group, async_op=True), async_op)
 
 

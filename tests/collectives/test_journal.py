@@ -245,7 +245,7 @@ def test_a_send_in_flight_is_told():
 def a_few_calls(run, folder):
     with watching(Journal(folder, run.rank)):
         for _ in range(3):
-            comm.all_reduce(torch.ones(6), group=run.world, ordered=True)
+            comm.all_reduce(torch.ones(600), group=run.world, ordered=True)
         comm.barrier(group=run.world)
     comm.barrier(group=run.world)
 

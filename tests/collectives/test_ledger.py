@@ -152,7 +152,7 @@ def book_of_a_step(run):
     half = run.new_group([0, 1])
     with watching(book := Ledger()):
         for _ in range(3):
-            comm.all_reduce(odd(12), group=run.world, ordered=True)
+            comm.all_reduce(odd(1200), group=run.world, ordered=True)
         if half:
             comm.broadcast(odd(10), 0, group=half)
             comm.all_reduce(odd(10), group=half)
@@ -164,13 +164,13 @@ def book_of_a_step(run):
 
 def test_one_row_for_each_operation_and_group(pool):
     for rank, (rows, before, table) in enumerate(pool.run(3, book_of_a_step)):
-        reduced = ("all_reduce", (0, 1, 2), 4, 3 * 2 * 48 * 2 / 3 + 2 * 32 * 2 / 3)
+        reduced = ("all_reduce", (0, 1, 2), 4, 3 * 2 * 4800 * 2 / 3 + 2 * 32 * 2 / 3)
         assert rows[0][:3] == reduced[:3]
         assert rows[0][3] == pytest.approx(reduced[3])
         assert before == 3, "the asynchronous one ends at its wait"
         half = [("broadcast", (0, 1), 1, 20.0, 40 * (rank == 0)), ("all_reduce", (0, 1), 1, 40.0, 40.0)]
         assert rows[1:] == ([] if rank == 2 else half)
-        assert table.splitlines()[1].split() == ["all_reduce", "0…2", "4", "235", "235"]
+        assert table.splitlines()[1].split() == ["all_reduce", "0…2", "4", "19,243", "19,243"]
 
 
 def raises_inside(run):

@@ -40,7 +40,7 @@ class Diary(Watcher):
 
 def ordered(run):
     with watching(diary := Diary()):
-        work = comm.all_reduce(torch.ones(5), group=run.world, async_op=True, ordered=True)
+        work = comm.all_reduce(torch.ones(500), group=run.world, async_op=True, ordered=True)
         comm.barrier(group=run.world)
         work.wait()
         work.wait()
@@ -67,7 +67,7 @@ def test_an_ordered_all_reduce_is_one_call_of_two_exchanges(pool):
 def advanced(run, last):
     """A call part by part; its second part is waited for, or advanced as well."""
     with watching(diary := Diary()):
-        work = comm.all_reduce(torch.ones(5), group=run.world, async_op=True, ordered=True)
+        work = comm.all_reduce(torch.ones(500), group=run.world, async_op=True, ordered=True)
         steps = [work.advance()]
         comm.barrier(group=run.world)
         steps.append(getattr(work, last)())
@@ -154,7 +154,7 @@ def in_other_threads(run):
     """Calls of a backward and of a thread; while one thread is in a call, another's is no part of it."""
     pair = run.new_group(range(run.size), "another thread's")
     with watching(diary := Diary()):
-        x = torch.ones(4, requires_grad=True)
+        x = torch.ones(400, requires_grad=True)
         _Sum.apply(x, run.world).sum().backward()
 
         class Within(Watcher):
