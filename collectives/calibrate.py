@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from collectives import comparison, cost, p2p
+from collectives import comparison, cost, p2p, runtime
 from collectives.competitors import BACKEND, MODULES, NODE, able, competitors, predicted
 from collectives.cost import Link, Topology
 from collectives.runtime import Runtime
@@ -217,6 +217,8 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--rounds", type=int, default=7, help="turns of each (default %(default)s)")
     parser.add_argument("--figure", type=Path, help="draw it into this file as well; needs matplotlib")
     options = parser.parse_args(arguments)
+    if runtime.launched():
+        parser.error("it starts its own ranks: run it with python, without torchrun")
     if options.rounds < 2 or min(options.ranks) < 2:
         parser.error("it takes at least 2 rounds and 2 ranks")
     if options.figure and not importlib.util.find_spec("matplotlib"):

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from collectives import calibrate
+from collectives import calibrate, comparison
 from collectives.calibrate import COLLECTIVES, MESSAGES, SHIFT, SHIFTS, SWEEP
 from collectives.competitors import BACKEND, NODE, able, predicted
 from collectives.cost import Link, Topology
@@ -127,6 +127,15 @@ def test_too_few_are_refused(arguments, capsys):
     with pytest.raises(SystemExit, match="2"):
         calibrate.main(arguments)
     assert "at least 2 rounds and 2 ranks" in capsys.readouterr().err
+
+
+def test_under_torchrun_it_is_refused(monkeypatch, capsys):
+    monkeypatch.setenv("RANK", "0")
+    for command in (calibrate.main, lambda arguments: comparison.main(lambda run: [], ranks=(1,))):
+        monkeypatch.setattr(sys, "argv", ["bench"])
+        with pytest.raises(SystemExit, match="2"):
+            command([])
+        assert "run it with python, without torchrun" in capsys.readouterr().err
 
 
 def test_without_matplotlib_it_says_so_before_it_measures(monkeypatch, capsys):
