@@ -3,6 +3,7 @@
 Ranks are those of tests/ordered.py where the pool is not named.
 """
 
+import inspect
 import re
 from functools import partial
 
@@ -173,6 +174,8 @@ def calls_refused_by_all():
         if sum(isinstance(entry, torch.Tensor) for entry in given) > 1:
             other = [entry.float() if entry is given[0] else entry for entry in given]
             yield f"dtypes, {name}", partial(call, *other), "tensors of torch.float32 and of torch.float64"
+            named = dict(zip(inspect.signature(call).parameters, other, strict=False))
+            yield f"dtypes by name, {name}", partial(call, **named), "tensors of torch.float32 and of torch.float64"
         if key[0] in ROOTED:
             roots = [3 if isinstance(entry, int) else entry for entry in given]
             yield f"a root, {name}", partial(call, *roots), "root 3 is not in a group of 3 ranks"
