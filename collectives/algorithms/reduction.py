@@ -3,7 +3,9 @@
 float16 and bfloat16 are added, and multiplied, in float32 and rounded once at the end: 256 + 1 + 1 is 258, where
 bfloat16 has no 257. A partial result that travels is float32 as well, so a step of a ring, a tree or a halving sends
 twice the bytes of 16-bit numbers; what is sent before it is added to anything (naive, direct, pairwise) is not. A mean
-is a sum, divided at the end; of integers it is refused.
+is a sum, divided at the end; of integers it is refused. Whether the minimum of 0 and -0 is the one or the other, and
+which of several NaNs remains, depends on the place in the buffer: torch's vector instructions choose otherwise than its
+scalar ones.
 """
 
 from collections.abc import Sequence
