@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from collectives.algorithms import direct
+from collectives.algorithms.pieces import check_apart
 from collectives.algorithms.reduction import check_mean
 from collectives.p2p import Handle, dense_like
 from collectives.watch import watched
@@ -133,6 +134,7 @@ def all_to_all_single(
     """Before: piece p of a rank's input is meant for rank p. After: piece p of its output came from rank p. Sizes are
     rows of dim 0.
     """
+    check_apart(output, input)
     receive, give = (list(sizes) if sizes is not None else None for sizes in (output_split_sizes, input_split_sizes))
     return _into(
         output,
