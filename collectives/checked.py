@@ -12,7 +12,7 @@ that wait on ordered all_reduces in another order are told apart.
 
 Calls of the same operation, shape and dtype look the same; if all ranks have something to give (all_reduce,
 reduce_scatter, all_gather, all_to_all), the line of the program from which they come must be the same, too. Two calls
-from one line in exchanged order remain unseen.
+from one line in exchanged order remain unseen, and so do messages of one shape that belong to no call of comm.py.
 """
 
 import itertools
