@@ -91,7 +91,7 @@ def traffic(run: Runtime, show: Demo) -> None:
     n = 4 * (COUNT // run.size) * run.size
     with show.time("every collective by all who can do it"):
         rows = line_up(run, n)
-    _print(run, f"n = {n:,} bytes; P = {run.size} ranks", table(rows))
+    _print(run, f"n = {n:,} bytes; P = {run.size} ranks; a bare log₂P, and n/2, are of powers of two", table(rows))
     ours = [row for row in rows if row.expected]
     other_bytes = sum(not row.sends_as_predicted() for row in ours)
     other_steps = sum(row.steps != row.expected.steps for row in ours)

@@ -12,7 +12,7 @@ that wait on ordered all_reduces in another order are told apart.
 
 Calls of the same operation, shape and dtype look the same; if all ranks have something to give (all_reduce,
 reduce_scatter, all_gather, all_to_all), the line of the program from which they come must be the same, too. Two calls
-from one line in exchanged order remain unseen.
+from one line in exchanged order remain unseen, and so do messages of one shape that belong to no call of comm.py.
 """
 
 import itertools
@@ -32,7 +32,8 @@ from collectives.call import Call, Part, spelled
 from collectives.runtime import Runtime
 from collectives.watch import Watcher
 
-_SYMMETRIC = ("all_reduce", "reduce_scatter_single", "all_gather_single", "all_to_all_single")
+_OF_LISTS = ("reduce_scatter", "all_gather")  # whose other tensor has a shape of its own on every rank
+_SYMMETRIC = ("all_reduce", "reduce_scatter_single", "all_gather_single", "all_to_all_single", *_OF_LISTS)
 _HERE = Path(__file__).parent.as_posix()
 _POLL = 0.001  # seconds between two looks into the store
 
@@ -182,8 +183,14 @@ def _told(call: Call) -> str:
     ordered = " ordered" if call.ordered else ""
     root = f" root {call.ranks[call.root]}" if call.root is not None else ""
     splits = f" gives {list(call.gives)} takes {list(call.takes)}" if call.gives is not None else ""
-    into = f" into {_spelled(*call.other)}" if call.other and call.op in _SYMMETRIC else ""
-    return f"{call}{into}{reduction}{ordered}{root}{splits} at {_line()}"
+    return f"{call}{_beside(call)}{reduction}{ordered}{root}{splits} at {_line()}"
+
+
+def _beside(call: Call) -> str:
+    if not call.other or call.op not in _SYMMETRIC:
+        return ""
+    shape, dtype = call.other
+    return f" beside {_name(dtype)}" if call.op in _OF_LISTS else f" into {_spelled(shape, dtype)}"
 
 
 def _line() -> str:
@@ -202,4 +209,8 @@ def _by_call(everyone: Sequence[dict[str, Any]]) -> str:
 
 
 def _spelled(shape: Sequence[int], dtype: torch.dtype) -> str:
-    return f"{list(shape)} {str(dtype).removeprefix('torch.')}"
+    return f"{list(shape)} {_name(dtype)}"
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

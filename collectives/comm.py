@@ -4,19 +4,20 @@ With p2p.py the only file that calls torch.distributed's operations, and so the 
 memory (gloo silently works on the wrong elements of a strided tensor), the names that differ between torch releases,
 ranks counted in the group, and the choice of the algorithm, which is a rule and not a measured table:
 
-- gloo: reduce_scatter, and all_gather from 1 MB, are our direct exchange; all else is the backend's. (gloo's
-  reduce_scatter is an all-reduce inside: it sends twice the bytes, and adds in an order that depends on the position in
-  the buffer.)
+- gloo: reduce_scatter, and all_gather of lists or from 1 MB, are our direct exchange; all else is the backend's.
+  (gloo's reduce_scatter is an all-reduce inside: it sends twice the bytes, and adds in an order that depends on the
+  position in the buffer. It gathers equal pieces only.)
 - NCCL: the backend's.
 - A mean of float16 or bfloat16 over gloo is our direct exchange, which adds in float32; gloo's sum would overflow.
 - `ordered=True` (all_reduce, reduce_scatter) adds in rank order 0, 1, 2 … for every element, on any backend, so that no
-  bit depends on how tensors are packed into buffers. That is the direct exchange, for a few numbers a star, which adds
-  in the same order. Of two ranks any sum is ordered.
+  bit of a sum depends on how tensors are packed into buffers. That is the direct exchange, for a few numbers a star,
+  which adds in the same order. Of two ranks any sum is ordered.
 
-A synchronous call returns None; async_op=True returns a handle with `wait()`, which keeps the buffers alive. Any
-all-reduce leaves the same bits on all ranks. Bytes that a rank sends, for n bytes on P ranks: all_reduce 2n(P-1)/P,
-reduce_scatter and all_gather n(P-1)/P of the whole, all_to_all n(P-1)/P, broadcast n down a tree. Every operation is
-seen by whoever watches (watch.py).
+A synchronous call returns None; async_op=True returns a handle with `wait()`, which keeps the buffers alive. Wait for
+every one: of an exchange of ours whose handle is dropped messages are lost, and a rank waits for ever. Any all-reduce
+leaves the same bits on all ranks. Bytes that a rank sends, for n bytes on P ranks: all_reduce 2n(P-1)/P, reduce_scatter
+and all_gather n(P-1)/P of the whole, all_to_all n(P-1)/P, broadcast n down a tree. Every operation is seen by whoever
+watches (watch.py).
 """
 
 from collections.abc import Callable, Sequence
@@ -27,6 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from collectives.algorithms import direct, star
+from collectives.algorithms.pieces import check_apart
 from collectives.algorithms.reduction import check_mean
 from collectives.p2p import Handle, dense_like
 from collectives.watch import watched
@@ -49,7 +51,8 @@ def all_reduce(
     """Before: every rank holds a tensor of the same shape. After: every rank holds their elementwise `op`, in place,
     the same bits.
 
-    All ranks wait on the handles of ordered ones in the same order: their second half starts at the wait.
+    The second half of an ordered one starts at the wait. So all ranks wait on it at the same place among their calls on
+    this group, of any kind: a reduce_scatter that some start before the wait, and others after it, would mix with it.
     """
     check_mean(tensor, op)
     if _low_mean(tensor, op, group) or (ordered and dist.get_world_size(group) > 2):
@@ -134,6 +137,7 @@ def all_to_all_single(
     """Before: piece p of a rank's input is meant for rank p. After: piece p of its output came from rank p. Sizes are
     rows of dim 0.
     """
+    check_apart(output, input)
     receive, give = (list(sizes) if sizes is not None else None for sizes in (output_split_sizes, input_split_sizes))
     return _into(
         output,

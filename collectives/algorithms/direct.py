@@ -2,10 +2,10 @@
 rank order.
 
 reduce-scatter: one step, P-1 sends and receives posted in one batch, the sum at the wait. all-gather: the same step the
-other way. all-reduce is one after the other; all-to-all is the exchange itself. No step waits for a hand, as a ring's
-do, so the whole exchange runs beside computation. A rank sends n(P-1)/P of n bytes in each, as a ring does, and needs
-n(P-1)/P of memory for the pieces that arrive (a ring: 2n/P). What is to be added comes in chunks, all posted at once:
-each is added when it is there, in memory that the C library has at hand.
+other way. all-reduce is one after the other; all-to-all is the exchange itself. A step needs no hand once it is
+posted, so it runs beside computation; an all-reduce's second one is posted at the wait for the first. A rank sends
+n(P-1)/P of n bytes in each, as a ring does, and needs n(P-1)/P of memory for the pieces that arrive (a ring: 2n/P).
+What is to be added comes in chunks, all posted at once, and each is added when it is there.
 
 Every element is the sum in the order of ranks 0, 1, 2 …, whatever buffer it lies in. PyTorch's counterpart:
 reduce_scatter_tensor, all_gather_into_tensor, all_reduce; neither NCCL's nor gloo's promise an order. Left out: links

@@ -128,9 +128,8 @@ def all_reduce(tensor: Tensor, op: Any = SUM, *, group: dist.ProcessGroup) -> St
     for distance, partner in seats.partners():
         arrived = reduction.room(total)
         yield p2p.exchange([(total, partner)], [(arrived, partner)], group=group)
-        # The same order on both sides, so that both have the same bits: the minimum of 0 and -0 is the first one.
-        both = (arrived, total) if seats.seat & distance else (total, arrived)
-        total = reduction.add(*both, out=arrived)
+        # The same order on both sides, so that both have the same bits: which of 0 and -0 is the minimum hangs on it.
+        total = reduction.add(*((arrived, total) if seats.seat & distance else (total, arrived)), out=arrived)
     reduction.finish(total, tensor)
     if seats.guest is not None:
         yield p2p.exchange([(tensor, seats.guest)], [], group=group)

@@ -5,9 +5,9 @@ reduce-scatter: from the farthest partner to the nearest, n/2, n/4, n/8 … byte
 mirror image of doubling: the same partners, in reverse order, and where that one learns this one gives away. A group
 that is no power of two is folded in the same way, which costs a guest's whole message once more.
 
-Memory: up to 3n/4, a host's up to 3n/2; of 16-bit numbers a float32 copy more. The ranks are added as the leaves of a
-binary tree, the same for every element. Source: Thakur, Rabenseifner and Gropp 2005, sections 3.4 and 3.5. PyTorch's
-counterpart: gloo's own library has it, as "halving doubling" (gloo/allreduce_halving_doubling.h).
+Memory: up to 3n/4, a host's up to 5n/3; of 16-bit numbers twice that, and a float32 copy. The ranks are added as the
+leaves of a binary tree, the same for every element. Source: Thakur, Rabenseifner and Gropp 2005, sections 3.4 and 3.5.
+PyTorch's counterpart: gloo's own library has it, as "halving doubling" (gloo/allreduce_halving_doubling.h).
 """
 
 from typing import Any
@@ -32,7 +32,6 @@ def reduce_scatter(output: Tensor, input: Tensor, op: Any = SUM, *, group: dist.
         yield from idle(seats.steps)
         yield p2p.exchange([], [(mine, seats.host)], group=group)
         return
-    total = yield from take_in(total, seats, reduction, group)
     total = yield from _halve(total, seats, reduction, group)
     reduction.finish(total[: mine.numel()], mine)
     if seats.guest is not None:
@@ -52,7 +51,6 @@ def all_reduce(tensor: Tensor, op: Any = SUM, *, group: dist.ProcessGroup) -> St
         yield from idle(2 * seats.steps)
         yield p2p.exchange([], [(whole, seats.host)], group=group)
         return
-    total = yield from take_in(total, seats, reduction, group)
     total = yield from _halve(total, seats, reduction, group)
     reduction.finish(total, whole[ends[seats.start(seats.seat)] : ends[seats.start(seats.seat + 1)]])
     yield from double(whole, seats, group)
@@ -61,8 +59,9 @@ def all_reduce(tensor: Tensor, op: Any = SUM, *, group: dist.ProcessGroup) -> St
 
 
 def _halve(total: Tensor, seats: Seats, reduction: Reduction, group: dist.ProcessGroup) -> Steps:
-    """Before: whoever plays holds a whole. Returns the `op` of all wholes, of the pieces of its seat."""
+    """Before: every rank holds a whole. Returns, to whoever plays, the `op` of all: the pieces of its seat."""
     ends, first = edges(total, seats.size), 0  # the first seat of those that `total` is about
+    total = yield from take_in(total, seats, reduction, group)
     for distance, partner in reversed(list(seats.partners())):
         middle = ends[seats.start(first + distance)] - ends[seats.start(first)]
         upper = bool(seats.seat & distance)

@@ -25,8 +25,9 @@ from collectives.algorithms.steps import Steps, stepwise
 def all_reduce(tensor: Tensor, op: Any = SUM, *, inside: dist.ProcessGroup, between: dist.ProcessGroup) -> Steps:
     """Before: every rank holds a tensor of the same shape. After: every rank holds their `op`, in place.
 
-    inside: the ranks of this rank's node; between: those with the same place in all nodes, as two axes of a mesh. A
-    16-bit result is rounded at each level.
+    inside: the ranks of this rank's node; between: those with the same place in all nodes, as two axes of a mesh; other
+    groups are not noticed, and give other sums. A 16-bit result is rounded at each level. A step of the handle is a
+    level.
     """
     piece = cut(tensor, inside.size())[inside.rank()]
     # IDEA: three collectives in a row, the middle one with 1/L of the message: all that ever crosses nodes.

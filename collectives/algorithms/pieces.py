@@ -83,11 +83,18 @@ def gives_and_takes(
     group: dist.ProcessGroup,
 ) -> tuple[list[Tensor], list[Tensor]]:
     """The pieces of an all_to_all: for all ranks, and from all ranks."""
+    check_apart(output, input)
     gives, takes = by_rows(input, input_split_sizes, group.size()), by_rows(output, output_split_sizes, group.size())
     given, taken = gives[group.rank()].numel(), takes[group.rank()].numel()
     if given != taken:
         raise ValueError(f"rank {group.rank()} gives {given} elements to itself and takes {taken}: let them be as many")
     return gives, takes
+
+
+def check_apart(output: Tensor, input: Tensor) -> None:
+    """ValueError for an all_to_all in place."""
+    if 0 != output.data_ptr() == input.data_ptr():
+        raise ValueError("output and input are one: what arrives would overwrite what has not left; give two tensors")
 
 
 def from_root(root: int, group: dist.ProcessGroup) -> int:

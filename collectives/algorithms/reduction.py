@@ -3,11 +3,14 @@
 float16 and bfloat16 are added, and multiplied, in float32 and rounded once at the end: 256 + 1 + 1 is 258, where
 bfloat16 has no 257. A partial result that travels is float32 as well, so a step of a ring, a tree or a halving sends
 twice the bytes of 16-bit numbers; what is sent before it is added to anything (naive, direct, pairwise) is not. A mean
-is a sum, divided at the end; of integers it is refused.
+is a sum, divided at the end; of integers it is refused. Whether the minimum of 0 and -0 is the one or the other, and
+which of several NaNs remains, depends on the place in the buffer: torch's vector instructions choose otherwise than its
+scalar ones.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -18,13 +21,15 @@ SUM, AVG = dist.ReduceOp.SUM, dist.ReduceOp.AVG
 BLOCK = 1 << 16  # numbers that are added at a time, so that the sum so far stays in the cache
 
 
-COMBINE = {
-    SUM: torch.add,
-    AVG: torch.add,
-    dist.ReduceOp.MIN: torch.minimum,
-    dist.ReduceOp.MAX: torch.maximum,
-    dist.ReduceOp.PRODUCT: torch.mul,
-}
+COMBINE = MappingProxyType(
+    {
+        SUM: torch.add,
+        AVG: torch.add,
+        dist.ReduceOp.MIN: torch.minimum,
+        dist.ReduceOp.MAX: torch.maximum,
+        dist.ReduceOp.PRODUCT: torch.mul,
+    }
+)
 
 
 def check_mean(tensor: Tensor, op: Any) -> None:
@@ -35,7 +40,12 @@ def check_mean(tensor: Tensor, op: Any) -> None:
 
 @dataclass(frozen=True)
 class Reduction:
-    """`op` of one tensor from each of `count` ranks."""
+    """`op` of one tensor from each of `count` ranks, which a rank does bit by bit:
+
+    total = reduction.partial(mine)                       as wide as a partial result: float32 for 16 bits
+    total = reduction.add(total, arrived, out=arrived)    for each that comes, into reduction.room(mine)
+    reduction.finish(total, output)                       divided if it is a mean, and rounded
+    """
 
     op: Any
     count: int

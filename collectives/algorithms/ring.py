@@ -57,9 +57,7 @@ def _reduce_scatter(output: Tensor, pieces: Sequence[Tensor], reduction: Reducti
         arrived = reduction.room(mine)
         # IDEA: the sum so far goes on to the next rank, which adds its own part: all links are busy in every step.
         yield _shift([total], [arrived], group)
-        total = reduction.add(
-            arrived, mine, out=arrived if step < group.size() - 1 else reduction.last(arrived, output)
-        )
+        total = reduction.add(arrived, mine, out=arrived)
     reduction.finish(total, output)
 
 

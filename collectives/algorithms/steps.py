@@ -43,8 +43,9 @@ class InSteps:
         """Wait for the step that is under way, and start the next one. Returns whether there is one; if not, it is
         over.
         """
-        if self._work is not None:
-            self._work.wait()
+        work, self._work = self._work, None  # one that has raised does not go on
+        if work is not None:
+            work.wait()
             self._go_on()
         return self._work is not None
 
@@ -77,7 +78,7 @@ def _check(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
     for which in ("group", "inside", "between"):
         if kwargs.get(which, ...) is None:
             raise ValueError(f"{name}: this rank is no member of the {which}; let only members call it")
-    lists = [given if isinstance(given, list | tuple) else [given] for given in args]
+    lists = [given if isinstance(given, list | tuple) else [given] for given in (*args, *kwargs.values())]
     tensors = [tensor for given in lists for tensor in given if isinstance(tensor, Tensor)]
     for tensor in tensors:
         if not tensor.is_contiguous():

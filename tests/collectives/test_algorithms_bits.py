@@ -1,7 +1,7 @@
 """Bits: an all-reduce leaves the same ones on all ranks, and the direct exchange those of rank order, however called.
 
 Numbers that any other order of addition rounds to other bits; and zeros of both signs and NaNs of several kinds, of
-which a minimum is the one that stood first.
+which a minimum depends on the order, and on the place in the buffer.
 """
 
 import itertools

@@ -5,13 +5,14 @@ network of tests/ordered.py are exact; on the pool's ranks they are what a proce
 """
 
 from dataclasses import dataclass
+from functools import partial
 from math import ceil, floor, log2
 
 import numpy as np
 import pytest
 import torch
 
-from collectives import comm, demo
+from collectives import allocated, comm, demo
 from collectives.algorithms import doubling, halving, naive, pieces, ring, star, tree
 from collectives.algorithms.reduction import Reduction
 from tests import ordered
@@ -249,6 +250,32 @@ def test_the_bytes_of_another_algorithm_are_found_on_sockets(pool):
     keys = [("all_reduce", "ring")]
     with pytest.raises(AssertionError, match=r"'ring'\): rank 0 of 3 wrote"):
         assert_written(pool.run(3, bytes_written_by_naive, keys), keys)
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------
+
+
+# By algorithm of all_reduce and ranks: the most that a rank allocates, in 1/P of a message. Halving folded: a guest's
+# whole message, and the larger half.
+PEAKS = {
+    "naive": {1: 0, 2: 2, 4: 12, 5: 20, 8: 56},
+    "ring": {1: 0, 2: 1, 4: 2, 5: 2, 8: 2},
+    "direct": {1: 0, 2: 1, 4: 3, 5: 4, 8: 7},
+    "doubling": {1: 0, 2: 2, 4: 8, 5: 10, 8: 16},
+    "halving": {1: 0, 2: 1, 4: 3, 5: 5 + 3, 8: 6},
+}
+
+
+def peaks(rank):
+    whole = torch.zeros(N * 8)
+    calls = [partial(ALGORITHMS["all_reduce", name], whole, group=rank.world) for name in PEAKS]
+    return [allocated.peak_bytes(call, rank.device) * rank.size / whole.nbytes for call in calls]
+
+
+@pytest.mark.parametrize("ranks", PEAKS["ring"])
+def test_memory(pool, ranks):
+    highest = map(max, zip(*pool.run(ranks, peaks), strict=True))
+    assert dict(zip(PEAKS, highest, strict=True)) == {name: by_ranks[ranks] for name, by_ranks in PEAKS.items()}
 
 
 # -- steps -------------------------------------------------------------------------------------------------------------

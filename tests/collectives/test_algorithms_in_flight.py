@@ -6,10 +6,12 @@ batches (a lane for the whole group), where the pool is not named.
 
 import gc
 import time
+from unittest import mock
 
 import pytest
 import torch
 
+from collectives import p2p
 from collectives.algorithms import doubling, halving, pieces, ring, tree
 from collectives.algorithms.reduction import Reduction
 from tests import ordered
@@ -215,6 +217,37 @@ def used_again(rank, key):
 def test_a_second_wait_does_nothing(key):
     for output in ordered.run(4, used_again, key).results:
         assert output is None or (output == 55).all()
+
+
+class Broken:
+    """What a step waits for when a peer has died."""
+
+    def wait(self):
+        raise RuntimeError("the peer has died")
+
+
+def goes_on_after_a_failure(rank, key):
+    """How many exchanges are posted after the wait for one has failed."""
+    posted = []
+
+    def exchange(sends, receives, *, group):
+        posted.append(group)
+        return p2p.Handle([Broken()])
+
+    with mock.patch.object(p2p, "exchange", exchange):
+        work, _ = start(rank, key, Case(async_op=True))
+        with pytest.raises(RuntimeError, match=r"^the peer has died$"):
+            work.wait()
+        before = len(posted)
+        work.wait()
+        assert not work.advance()
+    return len(posted) - before
+
+
+@pytest.mark.parametrize("key", [("all_reduce", "ring"), ("all_reduce", "direct"), ("all_reduce", "doubling")])
+def test_a_handle_whose_wait_has_failed_does_not_go_on(key):
+    """It would add what has not arrived."""
+    assert ordered.run(1, lambda rank: goes_on_after_a_failure(ordered.Rank(0, 4, None), key)).results == [0]
 
 
 EIGHT = [

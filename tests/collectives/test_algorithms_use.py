@@ -3,6 +3,7 @@
 Ranks are those of tests/ordered.py where the pool is not named.
 """
 
+import inspect
 import re
 from functools import partial
 
@@ -144,7 +145,7 @@ def calls_refused():
         call = partial(module.all_gather, [three] * 4, three)
         yield f"pieces to gather, {module.__name__}", call, "4 pieces for 3 ranks: give one for each"
     for module in (pairwise, direct):
-        call = partial(module.all_to_all, nine, nine)
+        call = partial(module.all_to_all, nine, torch.zeros(9))
         sum_of_nine = "not one for each of 3 ranks with a sum of 9 rows"
         yield (
             f"too many rows, {module.__name__}",
@@ -158,7 +159,8 @@ def calls_refused():
         yield f"a negative size, {module.__name__}", partial(call, [4, 8, -3], [4, 8, -3]), sum_of_nine
         no_rows = partial(module.all_to_all, torch.zeros(()), torch.zeros(()))
         yield f"no rows, {module.__name__}", no_rows, "a tensor without dims has no rows"
-        call = partial(module.all_to_all, five, five)
+        yield f"in place, {module.__name__}", partial(module.all_to_all, nine, nine), "output and input are one"
+        call = partial(module.all_to_all, five, torch.zeros(5))
         yield f"rows without sizes, {module.__name__}", call, "5 rows do not divide by 3 ranks: give split sizes"
 
 
@@ -173,6 +175,8 @@ def calls_refused_by_all():
         if sum(isinstance(entry, torch.Tensor) for entry in given) > 1:
             other = [entry.float() if entry is given[0] else entry for entry in given]
             yield f"dtypes, {name}", partial(call, *other), "tensors of torch.float32 and of torch.float64"
+            named = dict(zip(inspect.signature(call).parameters, other, strict=False))
+            yield f"dtypes by name, {name}", partial(call, **named), "tensors of torch.float32 and of torch.float64"
         if key[0] in ROOTED:
             roots = [3 if isinstance(entry, int) else entry for entry in given]
             yield f"a root, {name}", partial(call, *roots), "root 3 is not in a group of 3 ranks"

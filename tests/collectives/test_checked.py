@@ -148,6 +148,21 @@ def other_order(run):
         comm.all_reduce(a, group=group)
 
 
+def other_order_of_lists(run):
+    """From two lines."""
+    group, a, b = fresh(run), [torch.ones(1)] * run.size, [torch.zeros(1)] * run.size
+    if run.rank == 0:
+        comm.reduce_scatter(torch.empty(1), a, group=group)
+    else:
+        comm.reduce_scatter(torch.empty(1), b, group=group)
+
+
+def other_dtype_of_a_piece(run):
+    """Rank 0 alone would refuse it, where the others would wait."""
+    dtype = torch.float64 if run.rank == 0 else torch.float32
+    comm.all_gather([torch.empty(4)] * run.size, torch.ones(4, dtype=dtype), group=fresh(run))
+
+
 def uneven(run):
     """Rank 1 expects 2 rows of rank 0, which gives 3; all else fits."""
     group = fresh(run)
@@ -199,6 +214,8 @@ COLLECTIVES = {
     other_root: ("root 1", "root 0"),
     other_choice: ("SUM ordered", "SUM at"),
     other_order: ("rank 0 all_reduce [1] float32, call 1", "all_reduce [1] float32, call 1"),
+    other_order_of_lists: ("rank 0 reduce_scatter [1, 1", "rank 1"),
+    other_dtype_of_a_piece: ("rank 0 all_gather [4, 4", "beside float64", "beside float32"),
     uneven: ("rank 0 gives rank 1 3 rows, which expects 2",),
     other_output: ("rank 0 all_gather_single [4] float32", "into ["),
     other_row: ("into [5] float32", "into [4] float32"),

@@ -492,6 +492,17 @@ def test_sizes_that_do_not_fit_are_refused_on_every_rank(pool, operation):
         assert "300000 elements, not 3 times the" in refusal
 
 
+def all_to_all_in_place(run):
+    data = torch.ones(run.size)
+    with pytest.raises(ValueError, match=r"^output and input are one"):
+        comm.all_to_all_single(data, data, group=run.world)
+    comm.all_to_all_single(data[:0], data[:0], group=run.world)
+
+
+def test_an_all_to_all_in_place_is_refused(pool):
+    pool.run(2, all_to_all_in_place)
+
+
 # ---- patterns
 
 
