@@ -40,7 +40,7 @@ def check_mean(tensor: Tensor, op: Any) -> None:
 
 @dataclass(frozen=True)
 class Reduction:
-    """`op` of one tensor from each of `count` ranks, which a rank does bit by bit:
+    """`op` of one tensor from each of `count` ranks, part by part:
 
     total = reduction.partial(mine)                       as wide as a partial result: float32 for 16 bits
     total = reduction.add(total, arrived, out=arrived)    for each that comes, into reduction.room(mine)
