@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from collectives import calibrate
+from collectives import calibrate, comparison
 from collectives.calibrate import COLLECTIVES, MESSAGES, SHIFT, SHIFTS, SWEEP
 from collectives.competitors import BACKEND, NODE, able, predicted
 from collectives.cost import Link, Topology
@@ -118,8 +118,8 @@ def test_the_report():
 def test_the_picture(tmp_path):
     pytest.importorskip("matplotlib")
     worlds = [calibrate.world(size, rows(size, 1.5), MESSAGES) for size in (2, 4)]
-    calibrate.draw(worlds, tmp_path / "new" / "bus.png")
-    assert (tmp_path / "new" / "bus.png").read_bytes().startswith(b"\x89PNG")
+    calibrate.draw(worlds, tmp_path / "bus.png")
+    assert (tmp_path / "bus.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize("arguments", [["--ranks", "1"], ["--rounds", "1"]])
@@ -134,6 +134,27 @@ def test_without_matplotlib_it_says_so_before_it_measures(monkeypatch, capsys):
     with pytest.raises(SystemExit, match="2"):
         calibrate.main(["--figure", "bus.png"])
     assert "pip install matplotlib" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "name, message", [("bus.xyz", "must end in .png"), ("file/bus.png", "cannot be written"), ("new/bus.png", "")]
+)
+def test_what_cannot_be_drawn_is_refused_before_it_measures(name, message, tmp_path, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: True)
+    (tmp_path / "file").touch()
+    assert message in calibrate._no_figure(tmp_path / name) and bool(message) == bool(
+        calibrate._no_figure(tmp_path / name)
+    )
+
+
+def test_under_torchrun_it_measures_nothing(monkeypatch, capsys):
+    """Each of torchrun's ranks would start a world of its own, all at once."""
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setattr(sys, "argv", ["bench"])
+    for main in (lambda: calibrate.main([]), lambda: comparison.main(lambda run: [], ranks=[1])):
+        with pytest.raises(SystemExit, match="2"):
+            main()
+        assert "not with torchrun" in capsys.readouterr().err
 
 
 @pytest.mark.drill
