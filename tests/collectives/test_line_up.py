@@ -77,13 +77,39 @@ def with_a_ring_that_goes_twice(run, n):
         return lined_up(run, n)
 
 
-def test_what_headers_may_add_is_counted_by_exchange():
-    machine = Topology(Link(0, 1), Link(0, 1), 2)
-    expected = cost.of("all_gather", "direct", 8, 2, machine)
-    for sent, holds in ((4 + line_up.HEADERS, True), (5 + line_up.HEADERS, False)):
-        rank = line_up.Measured(sent, [(0, ()), (0, None)], (1.0,))
-        row = line_up.Row("all_gather", "direct", 8, expected, [rank, rank])
-        assert row.sends_as_predicted() == holds
+def row(sent, exchanges=1, seconds=((1.0,), (1.0,))):
+    """A direct all_gather of 80,000 bytes on 2 ranks that meet so many times."""
+    events = [
+        [e for i in range(exchanges) for e in ((i, (("g", me, you, True), ("g", you, me, False))), (i, None))]
+        for me, you in ((0, 1), (1, 0))
+    ]
+    ranks = [line_up.Measured(sent, *rank) for rank in zip(events, seconds, strict=True)]
+    expected = cost.of("all_gather", "direct", 80_000, 2, Topology(Link(0, 1), Link(0, 1), 2))
+    return line_up.Row("all_gather", "direct", 80_000, expected, ranks)
+
+
+def test_bytes_hold_within_a_percent_and_the_headers_of_an_exchange():
+    allowed = 400 + line_up.HEADERS
+    for sent, holds in ((0, False), (40_000 - allowed, True), (40_000 + allowed, True), (40_001 + allowed, False)):
+        assert row(sent).sends_as_predicted() == line_up.as_predicted(row(sent)) == holds, sent
+
+
+def test_one_step_more_does_not_hold():
+    assert row(40_000, exchanges=2).sends_as_predicted() and not line_up.as_predicted(row(40_000, exchanges=2))
+
+
+def test_of_every_call_the_slowest_rank_counts_and_of_the_calls_the_median():
+    assert row(40_000, seconds=((1.0, 5.0, 2.0), (4.0, 1.0, 3.0))).seconds == 4.0
+
+
+def in_short_chunks(run, n):
+    with mock.patch.object(pieces, "CHUNK", n // 3):
+        return lined_up(run, n)
+
+
+def test_a_line_goes_in_as_many_chunks_as_the_model_says(pool):
+    for _, other, table in pool.run(3, in_short_chunks, 240_000):
+        assert not other and table.count("P-2+C = 4") == 2, table
 
 
 def test_one_that_sends_more_is_told(pool):
