@@ -188,7 +188,6 @@ def draw(worlds: Sequence[World], path: Path) -> None:
         row[-1].legend(fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
     figure.supxlabel("bytes of the whole message")
     figure.supylabel("bus bandwidth in bytes/s: measured (points), predicted (dashed), of the link (dotted)")
-    path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=80)
     plt.close(figure)
 
@@ -209,20 +208,34 @@ def _bus(found: World, point: Point, seconds: float) -> float:
     return cost.bus_bandwidth(point.collective, point.n, found.size, seconds)
 
 
+def _no_figure(path: Path) -> str:
+    """Why it could not be drawn into this file, "" if it can: asked before minutes are spent on what it shows."""
+    if not importlib.util.find_spec("matplotlib"):
+        return "--figure needs matplotlib, which is not installed: pip install matplotlib"
+    if path.suffix not in (".png", ".svg", ".pdf"):
+        return f"--figure {path}: its name must end in .png, .svg or .pdf"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    except OSError as why:
+        return f"--figure {path} cannot be written: {why}"
+    return ""
+
+
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m collectives calibrate", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8], help="worlds to measure (default 2 4 8)")
     parser.add_argument("--rounds", type=int, default=7, help="turns of each (default %(default)s)")
-    parser.add_argument("--figure", type=Path, help="draw it into this file as well; needs matplotlib")
+    parser.add_argument("--figure", type=Path, help="draw it into this .png, .svg or .pdf as well; needs matplotlib")
     options = parser.parse_args(arguments)
     if runtime.launched():
-        parser.error("it starts its own ranks: run it with python, without torchrun")
+        parser.error("it starts its own ranks: run it with python, not with torchrun")
     if options.rounds < 2 or min(options.ranks) < 2:
         parser.error("it takes at least 2 rounds and 2 ranks")
-    if options.figure and not importlib.util.find_spec("matplotlib"):
-        parser.error("--figure needs matplotlib, which is not installed: pip install matplotlib")
+    if why := options.figure and _no_figure(options.figure):
+        parser.error(why)
     worlds, sizes = [], SWEEP if options.figure else MESSAGES
     for size in options.ranks:
         rows = comparison.whole_run(functools.partial(cases, sizes=sizes), size, options.rounds)

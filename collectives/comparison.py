@@ -30,7 +30,7 @@ def main(cases: Cases, *, ranks: Sequence[int]) -> int:
     parser.add_argument("--repeat", type=int, default=1, help="whole runs, each with new ranks (default %(default)s)")
     options = parser.parse_args()
     if runtime.launched():
-        parser.error("it starts its own ranks: run it with python, without torchrun")
+        parser.error("it starts its own ranks: run it with python, not with torchrun")
     if options.rounds < 2 or min(options.ranks) < 1 or options.repeat < 1:
         parser.error("it takes at least 2 rounds, 1 rank and 1 run")
     ratios: dict[tuple[int, str, str], list[float]] = defaultdict(list)

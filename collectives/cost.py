@@ -29,7 +29,7 @@ class Link:
     source: str = ""
 
     def __post_init__(self) -> None:
-        if self.latency < 0 or self.bandwidth <= 0:
+        if not (self.latency >= 0 and self.bandwidth > 0):  # so that nan is refused as well
             raise ValueError(
                 f"a link has a latency ≥ 0 s and a bandwidth > 0 bytes/s, not {self.latency} and {self.bandwidth}"
             )
@@ -117,9 +117,10 @@ def of(collective: str, algorithm: str, n: float, ranks: int, topology: Topology
         of("all_reduce", "ring", 1e9, 16, dgx).seconds           0.0379, and 0.0432 on 128 ranks
         of("all_reduce", "hierarchical", 1e9, 16, dgx).seconds   0.0065, and 0.0090: most bytes stay in the node
 
-    n: bytes of the whole message: the tensor of all_reduce, broadcast, reduce; all pieces together of the others; the
-    token of a barrier. P should divide n. Bytes count as they travel: partial sums of 16-bit numbers do so in float32,
-    twice as large, by ring, tree, doubling, halving and hierarchical; naive, star, direct and pairwise send none.
+    n: bytes of the whole message: the tensor of all_reduce, broadcast, reduce; all pieces together of the others (of an
+    all_to_all those of one rank, all that it gives away or keeps); the token of a barrier. P should divide n. Bytes
+    count as they travel: partial sums of 16-bit numbers do so in float32, twice as large, by ring, tree, doubling,
+    halving and hierarchical; naive, star, direct and pairwise send none.
     choice: `chunks`, as for `rounds`. Raises ValueError for what `rounds` refuses.
     """
     if algorithm == "hierarchical":
@@ -136,15 +137,15 @@ def rounds(collective: str, algorithm: str, n: float, ranks: int, **choice: int)
     """Its rounds, in order; none for one rank.
 
     choice: `chunks` of the ring's broadcast and reduce, `per_node` of hierarchical. Raises ValueError for what is not
-    in ALGORITHMS, less than one rank, and a node's ranks that do not divide all.
+    in ALGORITHMS, less than 0 bytes or one rank, and a node's ranks that do not divide all.
     """
     if (collective, algorithm) not in ALGORITHMS:
         there = [algorithm for name, algorithm in ALGORITHMS if name == collective]
         known = dict.fromkeys(name for name, _ in ALGORITHMS)
         remedy = f"there is {', '.join(there)}" if there else f"the collectives are {', '.join(known)}"
         raise ValueError(f"no {collective} by {algorithm}: {remedy}")
-    if ranks < 1:
-        raise ValueError(f"a collective takes at least 1 rank, not {ranks}")
+    if ranks < 1 or not n >= 0:
+        raise ValueError(f"a collective takes at least 1 rank and 0 bytes, not {ranks} and {n}")
     return ALGORITHMS[collective, algorithm].rounds(ranks, n, **choice) if ranks > 1 else iter(())
 
 
@@ -359,7 +360,19 @@ def table(n: float, ranks: int, topology: Topology) -> str:
             f"{name:16}{algorithm:13}{formula.steps:>20}{cost.steps:8,}"
             f"   {formula.sent:>16}{cost.sent:19,.0f}{1e3 * cost.seconds:11.3f}"
         )
-    return "\n".join(lines)
+    return "\n".join([*lines, *remarks(ranks)])
+
+
+def remarks(ranks: int) -> list[str]:
+    """Lines below a table, if the formulas of ALGORITHMS do not give the numbers beside them."""
+    if ranks == 1:
+        return ["one rank takes no step and sends nothing, whatever the formula says"]
+    if ranks & (ranks - 1):
+        return [
+            "P is no power of two: doubling and halving take ⌊log₂P⌋ for log₂P, and two steps more of up to n bytes;",
+            "a tree gathers with n/2 at most",
+        ]
+    return []
 
 
 # What the slowest port must let through for each byte of the message, however clever the algorithm: doc/PERFORMANCE.md
@@ -370,7 +383,7 @@ _PORT_SHARE: MappingProxyType[str, Callable[[int], float]] = MappingProxyType(
         **dict.fromkeys(
             ("reduce_scatter", "all_gather", "all_to_all", "gather", "scatter"), lambda size: (size - 1) / size
         ),
-        **dict.fromkeys(("broadcast", "reduce"), lambda size: 1.0),
+        **dict.fromkeys(("broadcast", "reduce"), lambda size: float(size > 1)),
     }
 )
 

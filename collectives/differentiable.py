@@ -129,8 +129,8 @@ def all_to_all_rows(x: Tensor, gives: Sequence[int], takes: Sequence[int], *, gr
 
 
 def broadcast_reduce(x: Tensor, group_src: int, *, group: dist.ProcessGroup) -> Tensor:
-    """Forward: broadcast, rank group_src's x → whole; the others' count by shape and dtype only. Backward: reduce,
-    `{+g}` → the sum on rank group_src, zeros on the others.
+    """Forward: broadcast, rank group_src's x → whole; of the others' only shape, dtype and requires_grad count.
+    Backward: reduce, `{+g}` → the sum on rank group_src, zeros on the others.
 
     Right if the ranks go on differently. If all go on alike, the gradient is P times too large.
     """
@@ -142,7 +142,8 @@ def reduce_broadcast(x: Tensor, group_dst: int, *, group: dist.ProcessGroup) -> 
     """Forward: reduce, `{+g}` → the sum on rank group_dst, zeros on the others. Backward: broadcast, rank group_dst's
     gradient → whole; that of the zeros is ignored.
 
-    Right if rank group_dst alone goes on with the sum. If all do, take one of the two all_reduces.
+    Right if rank group_dst alone goes on with the sum: its loss is the loss, and the others start backward from their
+    zeros, or the broadcast waits for them. If all go on with it, take one of the two all_reduces.
     """
     _check_root(group_dst, group)
     return _apply(x, _reduce, broadcast_reduce, group_dst, group=group)

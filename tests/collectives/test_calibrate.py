@@ -118,8 +118,8 @@ def test_the_report():
 def test_the_picture(tmp_path):
     pytest.importorskip("matplotlib")
     worlds = [calibrate.world(size, rows(size, 1.5), MESSAGES) for size in (2, 4)]
-    calibrate.draw(worlds, tmp_path / "new" / "bus.png")
-    assert (tmp_path / "new" / "bus.png").read_bytes().startswith(b"\x89PNG")
+    calibrate.draw(worlds, tmp_path / "bus.png")
+    assert (tmp_path / "bus.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize("arguments", [["--ranks", "1"], ["--rounds", "1"]])
@@ -129,20 +129,32 @@ def test_too_few_are_refused(arguments, capsys):
     assert "at least 2 rounds and 2 ranks" in capsys.readouterr().err
 
 
-def test_under_torchrun_it_is_refused(monkeypatch, capsys):
-    monkeypatch.setenv("RANK", "0")
-    for command in (calibrate.main, lambda arguments: comparison.main(lambda run: [], ranks=(1,))):
-        monkeypatch.setattr(sys, "argv", ["bench"])
-        with pytest.raises(SystemExit, match="2"):
-            command([])
-        assert "run it with python, without torchrun" in capsys.readouterr().err
-
-
 def test_without_matplotlib_it_says_so_before_it_measures(monkeypatch, capsys):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(SystemExit, match="2"):
         calibrate.main(["--figure", "bus.png"])
     assert "pip install matplotlib" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "name, message", [("bus.xyz", "must end in .png"), ("file/bus.png", "cannot be written"), ("new/bus.png", "")]
+)
+def test_what_cannot_be_drawn_is_refused_before_it_measures(name, message, tmp_path, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: True)
+    (tmp_path / "file").touch()
+    assert message in calibrate._no_figure(tmp_path / name) and bool(message) == bool(
+        calibrate._no_figure(tmp_path / name)
+    )
+
+
+def test_under_torchrun_it_measures_nothing(monkeypatch, capsys):
+    """Each of torchrun's ranks would start a world of its own, all at once."""
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setattr(sys, "argv", ["bench"])
+    for main in (lambda: calibrate.main([]), lambda: comparison.main(lambda run: [], ranks=[1])):
+        with pytest.raises(SystemExit, match="2"):
+            main()
+        assert "not with torchrun" in capsys.readouterr().err
 
 
 @pytest.mark.drill

@@ -262,6 +262,25 @@ def test_the_table_has_a_line_for_each_and_ends_in_what_it_costs():
     assert ring.split() == ["ring", "2(P-1)", "14", "2n(P-1)/P", "1,261,260", "12.753"]
 
 
+@pytest.mark.parametrize("ranks", SIZES)
+def test_where_a_formula_does_not_give_its_number_the_table_says_so(ranks):
+    other = [
+        case
+        for case, formula in ALGORITHMS.items()
+        for found in [cost.of(*case, LCM, ranks, nodes(ranks))]
+        if abs(value(formula.steps, ranks, nodes(ranks).per_node) - found.steps) > 1e-9
+        or abs(value(formula.sent, ranks, nodes(ranks).per_node) - found.sent) > 1e-6
+    ]
+    assert bool(cost.remarks(ranks)) == bool(other)
+    assert {who for _, who in other} <= {"doubling", "halving", "tree"}
+    assert cost.table(LCM, ranks, nodes(ranks)).splitlines()[1 + len(ALGORITHMS) :] == cost.remarks(ranks)
+
+
+def test_one_rank_has_no_bus():
+    assert all(cost.bus_bandwidth(name, 8, 1, 1e-6) == 0 for name in cost._PORT_SHARE)
+    assert cost.table(8, 1, NODES_OF_4).splitlines()[-1] == cost.remarks(1)[0]
+
+
 def test_links_are_of_one_direction_and_name_their_source():
     assert LINKS["NVLink 4 (H100)"].bandwidth == 450e9 and LINKS["InfiniBand NDR"].bandwidth == 50e9
     assert LINKS["PCIe 5 x16"].bandwidth == pytest.approx(16 * 32e9 * 128 / 130 / 8, rel=1e-3)
@@ -276,9 +295,13 @@ def test_links_are_of_one_direction_and_name_their_source():
             lambda: seconds("allreduce", "ring", 8, 4, NODES_OF_4),
             "no allreduce by ring: the collectives are all_reduce",
         ),
-        (lambda: seconds("all_reduce", "ring", 8, 0, NODES_OF_4), "at least 1 rank, not 0"),
+        (lambda: seconds("all_reduce", "ring", 8, 0, NODES_OF_4), "at least 1 rank and 0 bytes, not 0"),
         (lambda: seconds("all_reduce", "hierarchical", 8, 6, NODES_OF_4), "4 ranks a node do not divide 6 ranks"),
         (lambda: seconds("reduce", "ring", 8, 4, NODES_OF_4, chunks=0), "at least 1 chunk, not 0"),
+        (lambda: seconds("all_reduce", "ring", -8, 4, NODES_OF_4), "0 bytes, not 4 and -8"),
+        (lambda: seconds("all_reduce", "ring", math.nan, 4, NODES_OF_4), "0 bytes, not 4 and nan"),
+        (lambda: Link(math.nan, 1.0), "not nan and 1.0"),
+        (lambda: Link(0.0, math.nan), "not 0.0 and nan"),
         (lambda: cost.bus_bandwidth("barrier", 8, 4, 1.0), "barrier has no bus bandwidth; all_reduce"),
         (lambda: Link(-1.0, 1.0), "not -1.0 and 1.0"),
         (lambda: Link(0.0, 0.0), "not 0.0 and 0.0"),

@@ -284,6 +284,7 @@ REFUSED = {
     "cat_sizes=[4]: give 3 lengths": lambda x, on: d.all_to_all(x, 0, 1, cat_sizes=[4], **on),
     "are both 0": lambda x, on: d.all_to_all(x, 0, -2, **on),
     "need 3 numbers each": lambda x, on: d.all_to_all_rows(x, [3], [3], **on),
+    "takes=[2, 2, 2]: need 3 numbers each, equal at": lambda x, on: d.all_to_all_rows(x, [1, 1, 1], [2, 2, 2], **on),
     "root 3 is not in a group of 3 ranks": lambda x, on: d.broadcast_reduce(x, 3, **on),
     "root -1 is not in a group of 3 ranks": lambda x, on: d.reduce_broadcast(x, -1, **on),
     "this rank is no member of the group": lambda x, on: d.all_gather_split(x, 0, group=None),
