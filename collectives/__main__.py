@@ -2,7 +2,8 @@
 
     python -m collectives                                       4 local ranks
     torchrun --standalone --nproc-per-node 2 -m collectives     the ranks of torchrun
-    python -m collectives calibrate                             the model of costs beside measurements (calibrate.py)
+    python -m collectives cost                                  what each collective costs on a given machine
+    python -m collectives calibrate                             the model of costs beside measurements
 
 The pictures are of a few numbers a rank, the bytes of messages of 4 MB.
 """
@@ -14,7 +15,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
-from collectives import allocated, calibrate, comm, demo, layout, p2p, rng
+from collectives import allocated, calibrate, comm, cost_table, demo, layout, p2p, rng
 from collectives.demo import Demo
 from collectives.layout import Box, Held, Normal
 from collectives.line_up import line_up, table
@@ -192,4 +193,6 @@ def _intervals(held: list[Box]) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(calibrate.main(sys.argv[2:]) if sys.argv[1:2] == ["calibrate"] else demo.main(work))
+    commands = {"calibrate": calibrate.main, "cost": cost_table.main}
+    command = commands.get(sys.argv[1]) if len(sys.argv) > 1 else None
+    sys.exit(command(sys.argv[2:]) if command else demo.main(work))

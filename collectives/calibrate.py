@@ -13,6 +13,7 @@ import argparse
 import functools
 import importlib.util
 import math
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -142,7 +143,7 @@ def report(found: World) -> str:
     link = found.link
     off = [seconds / (link.latency + n / link.bandwidth) for n, seconds in found.shifts.items()]
     lines = [
-        f"{found.size} ranks",
+        f"{found.size} ranks on {os.cpu_count()} cores",
         f"the shift: α {1e6 * link.latency:,.0f} µs, {link.bandwidth / 1e9:.3f} GB/s of each rank in each direction;"
         f" measured / fitted {min(off):.2f} … {max(off):.2f}",
         f"{'ms: predicted → measured × ratio':28}" + "".join(f"{_bytes(n):>23}" for n in MESSAGES)[4:],

@@ -121,8 +121,10 @@ def of(collective: str, algorithm: str, n: float, ranks: int, topology: Topology
     all_to_all those of one rank, all that it gives away or keeps); the token of a barrier. P should divide n. Bytes
     count as they travel: partial sums of 16-bit numbers do so in float32, twice as large, by ring, tree, doubling,
     halving and hierarchical; naive, star, direct and pairwise send none.
-    choice: `chunks`, as for `rounds`. Raises ValueError for what `rounds` refuses.
+    choice: `chunks` of the ring's broadcast and reduce. Raises ValueError for others' and for what `rounds` refuses.
     """
+    if "chunks" in choice and (collective, algorithm) not in (("broadcast", "ring"), ("reduce", "ring")):
+        raise ValueError("only the ring's broadcast and reduce go in chunks here")
     if algorithm == "hierarchical":
         choice = {"per_node": topology.per_node}
     played = list(rounds(collective, algorithm, n, ranks, **choice))
@@ -342,37 +344,7 @@ ALGORITHMS: MappingProxyType[tuple[str, str], Algorithm] = MappingProxyType(
 )
 
 
-# -- for a reader ------------------------------------------------------------------------------------------------------
-
-
-def table(n: float, ranks: int, topology: Topology) -> str:
-    """Every algorithm for n bytes on this machine: formula and value of steps and of bytes sent, and the time.
-
-    A barrier's token is 1 byte; the ring's broadcast and reduce go in 8 chunks.
-    """
-    lines = [f"{'':29}{'steps':>28}   {'bytes sent by the busiest rank':>35}{'ms':>11}"]
-    before = None
-    for (collective, algorithm), formula in ALGORITHMS.items():
-        cost = of(collective, algorithm, 1 if collective == "barrier" else n, ranks, topology)
-        name = collective if collective != before else ""
-        before = collective
-        lines.append(
-            f"{name:16}{algorithm:13}{formula.steps:>20}{cost.steps:8,}"
-            f"   {formula.sent:>16}{cost.sent:19,.0f}{1e3 * cost.seconds:11.3f}"
-        )
-    return "\n".join([*lines, *remarks(ranks)])
-
-
-def remarks(ranks: int) -> list[str]:
-    """Lines below a table, if the formulas of ALGORITHMS do not give the numbers beside them."""
-    if ranks == 1:
-        return ["one rank takes no step and sends nothing, whatever the formula says"]
-    if ranks & (ranks - 1):
-        return [
-            "P is no power of two: doubling and halving take ⌊log₂P⌋ for log₂P, and two steps more of up to n bytes;",
-            "a tree gathers with n/2 at most",
-        ]
-    return []
+# -- bandwidth ---------------------------------------------------------------------------------------------------------
 
 
 # What the slowest port must let through for each byte of the message, however clever the algorithm: doc/PERFORMANCE.md

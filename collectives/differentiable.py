@@ -7,8 +7,9 @@ term: backward is an all_reduce (torch.distributed.nn.functional). So for all_ga
 
 g is the group, P its size; marks as in docs/notation.md. Backward is the dual's public function, so it can be
 differentiated again, and a collective: all ranks use a result or none, and x requires a gradient on all or none.
-Results are new and contiguous, but identity's is a view; one rank gets x itself and sends nothing. Cost: that of the
-call of comm.py, and copies where dim is not the first.
+Results are new and contiguous, but identity's is a view, of one rank x itself; one rank sends nothing. Sizes that are
+not given are taken on trust: checked mode names pieces that differ. Cost: that of the call of comm.py, and copies where
+dim is not the first.
 """
 
 import math
@@ -30,7 +31,7 @@ def identity_all_reduce(x: Tensor, *, group: dist.ProcessGroup) -> Tensor:
     Right for a whole value that each rank uses for its own part (its columns, its heads): what arrives is a term of the
     gradient. Without it the gradient stays partial; where all ranks go on alike, it makes it P times too large.
     """
-    return _apply(x, lambda x, group: x, all_reduce_identity, group=group)
+    return _apply(x, _same, all_reduce_identity, group=group)
 
 
 def all_reduce_identity(x: Tensor, *, group: dist.ProcessGroup) -> Tensor:
@@ -122,7 +123,8 @@ def all_to_all_rows(x: Tensor, gives: Sequence[int], takes: Sequence[int], *, gr
     own backward adds. takes[p] is what rank p has as gives for this one.
     """
     size, rank, gives, takes = _size(group), group.rank(), list(gives), list(takes)
-    if not len(gives) == len(takes) == size or gives[rank] != takes[rank] or sum(gives) != x.size(0):
+    fits = len(gives) == len(takes) == size and gives[rank] == takes[rank] and sum(gives) == x.size(0)
+    if not fits or min(*gives, *takes) < 0:
         need = f"{size} numbers each, equal at {rank}, this rank, and gives to add up to the {x.size(0)} rows"
         raise ValueError(f"gives={gives}, takes={takes}: need {need}")
     return _apply(x, _all_to_all_rows, all_to_all_rows, gives, takes, back=(takes, gives), group=group)
@@ -167,10 +169,14 @@ def _apply(
 ) -> Tensor:
     """forward(x, *args); its backward is dual(dout, *back), with the same args if no others are given."""
     if _size(group) == 1:
-        return x
+        return x if forward is _same else x.clone(memory_format=torch.contiguous_format)
     return _Dual.apply(
         x, lambda x: forward(x, *args, group=group), lambda dout: dual(dout, *(back or args), group=group)
     )
+
+
+def _same(x: Tensor, *, group: dist.ProcessGroup) -> Tensor:
+    return x
 
 
 def _all_reduce(x: Tensor, *, group: dist.ProcessGroup) -> Tensor:
@@ -247,7 +253,7 @@ def _piece_sizes(x: Tensor, dim: int, sizes: Sizes, group: dist.ProcessGroup, na
     """The lengths along dim of all ranks' pieces, of which x is one."""
     length, size = x.size(dim), _size(group)
     sizes = size * [length] if sizes is None else list(sizes)
-    if len(sizes) != size or sizes[group.rank()] != length:
+    if len(sizes) != size or sizes[group.rank()] != length or min(sizes) < 0:
         raise ValueError(f"{name}={sizes}: give {size} lengths along dim {dim}, {length} for rank {group.rank()}")
     return sizes
 
@@ -259,6 +265,6 @@ def _whole_sizes(x: Tensor, dim: int, sizes: Sizes, group: dist.ProcessGroup, na
         nearly = [(length + size - 1 - rank) // size for rank in range(size)]
         raise ValueError(f"{size} ranks do not divide dim {dim} of length {length}; give {name}=, as {nearly}")
     sizes = size * [length // size] if sizes is None else list(sizes)
-    if len(sizes) != size or sum(sizes) != length:
+    if len(sizes) != size or sum(sizes) != length or min(sizes) < 0:
         raise ValueError(f"{name}={sizes}: give {size} lengths that add up to dim {dim}'s {length}")
     return sizes

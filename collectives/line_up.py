@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from collectives import comm, cost, demo
+from collectives import comm, cost, cost_table, demo
 from collectives.competitors import COLLECTIVES, NODE, Call, competitors, predicted
 from collectives.cost import LINKS, Cost, Topology
 from collectives.critical_path import CriticalPath, Event, steps
@@ -110,7 +110,7 @@ def table(rows: Sequence[Row]) -> str:
     for row in rows:
         lines.append(f"{row.collective if row.collective != before else '':15}{row.who:13}{_line(row)}")
         before = row.collective
-    return "\n".join([*lines, *cost.remarks(len(rows[0].ranks))])
+    return "\n".join([*lines, *cost_table.remarks(len(rows[0].ranks))])
 
 
 def _line(row: Row) -> str:

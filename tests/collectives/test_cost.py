@@ -6,7 +6,7 @@ import re
 import numpy as np
 import pytest
 
-from collectives import cost
+from collectives import cost, cost_table
 from collectives.cost import ALGORITHMS, LINKS, Link, Round, Topology
 
 FAST, SLOW = Link(1e-6, 1e9), Link(10e-6, 1e8)
@@ -256,7 +256,7 @@ def test_a_broadcast_in_ever_smaller_chunks_comes_near_it():
 
 
 def test_the_table_has_a_line_for_each_and_ends_in_what_it_costs():
-    head, *lines = cost.table(LCM, 8, NODES_OF_4).splitlines()
+    head, *lines = cost_table.table(LCM, 8, NODES_OF_4).splitlines()
     assert len(lines) == len(ALGORITHMS) and max(map(len, [head, *lines])) <= 120
     ring = next(line for line in lines if " ring " in line)
     assert ring.split() == ["ring", "2(P-1)", "14", "2n(P-1)/P", "1,261,260", "12.753"]
@@ -271,14 +271,14 @@ def test_where_a_formula_does_not_give_its_number_the_table_says_so(ranks):
         if abs(value(formula.steps, ranks, nodes(ranks).per_node) - found.steps) > 1e-9
         or abs(value(formula.sent, ranks, nodes(ranks).per_node) - found.sent) > 1e-6
     ]
-    assert bool(cost.remarks(ranks)) == bool(other)
+    assert bool(cost_table.remarks(ranks)) == bool(other)
     assert {who for _, who in other} <= {"doubling", "halving", "tree"}
-    assert cost.table(LCM, ranks, nodes(ranks)).splitlines()[1 + len(ALGORITHMS) :] == cost.remarks(ranks)
+    assert cost_table.table(LCM, ranks, nodes(ranks)).splitlines()[1 + len(ALGORITHMS) :] == cost_table.remarks(ranks)
 
 
 def test_one_rank_has_no_bus():
     assert all(cost.bus_bandwidth(name, 8, 1, 1e-6) == 0 for name in cost._PORT_SHARE)
-    assert cost.table(8, 1, NODES_OF_4).splitlines()[-1] == cost.remarks(1)[0]
+    assert cost_table.table(8, 1, NODES_OF_4).splitlines()[-1] == cost_table.remarks(1)[0]
 
 
 def test_links_are_of_one_direction_and_name_their_source():
@@ -311,3 +311,23 @@ def test_links_are_of_one_direction_and_name_their_source():
 def test_errors_name_the_values_and_the_remedy(call, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         call()
+
+
+def test_the_command(capsys):
+    assert cost_table.main(["--ranks", "12"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 1 + len(ALGORITHMS) - 1 + 2  # nodes of 8 are not full; remarks
+    for wrong, words in (
+        (["--ranks", "0"], "at least 1 rank"),
+        (["--per-node", "0"], "at least 1 rank"),
+        (["--bytes", "-1"], "0 bytes"),
+    ):
+        with pytest.raises(SystemExit, match="2"):
+            cost_table.main(wrong)
+        assert words in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_chunks_are_for_the_line():
+    with pytest.raises(ValueError, match="only the ring's broadcast and reduce go in chunks"):
+        cost.of("all_reduce", "ring", 8, 4, NODES_OF_4, chunks=2)
+    with pytest.raises(ValueError, match="only the ring's broadcast and reduce go in chunks"):
+        cost.of("all_reduce", "hierarchical", 8, 4, NODES_OF_4, chunks=2)
