@@ -17,6 +17,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -26,6 +27,8 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
+
+SETTLE_SECONDS = 0.05
 
 
 @dataclass(frozen=True)
@@ -121,6 +124,9 @@ def start(*, timeout: float = 600.0, device: str | None = None, backend: str | N
         dist.destroy_process_group()
         raise
     dist.destroy_process_group()
+    # gloo's threads let go of the last tensors a moment after the wait for them has returned, for which they need the
+    # interpreter: if it is ending by then, it aborts the process.
+    time.sleep(SETTLE_SECONDS)
 
 
 def _store(here: Place, timeout: timedelta) -> dist.Store:
