@@ -29,7 +29,7 @@ from tests.collectives.algorithms import (
     seat,
 )
 
-RANKS = range(1, 9)
+RANKS = [1, 2, 3, 5, 8, *(pytest.param(ranks, marks=pytest.mark.drill) for ranks in (4, 6, 7))]
 LENGTHS = (0, 1, 5, 13)
 LOW = (torch.float16, torch.bfloat16)
 REDUCTIONS = [  # every dtype with every op
@@ -207,7 +207,7 @@ def both(rank, keys, cases):
 BESIDE = [Case(24), Case(24, op="MAX"), Case(24, torch.int64, kind="whole"), Case(24, torch.bfloat16, "MIN", root=1)]
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+@pytest.mark.parametrize("ranks", [2, 3, *(pytest.param(ranks, marks=pytest.mark.drill) for ranks in (4, 8))])
 def test_beside_the_built_in_on_real_ranks(pool, ranks):
     """Sums of float64 within rounding, the rest equal."""
     keys = [*MOVING, *REDUCING]

@@ -272,7 +272,7 @@ def peaks(rank):
     return [allocated.peak_bytes(call, rank.device) * rank.size / whole.nbytes for call in calls]
 
 
-@pytest.mark.parametrize("ranks", PEAKS["ring"])
+@pytest.mark.parametrize("ranks", [2, 5, *(pytest.param(ranks, marks=pytest.mark.drill) for ranks in (1, 4, 8))])
 def test_memory(pool, ranks):
     highest = map(max, zip(*pool.run(ranks, peaks), strict=True))
     assert dict(zip(PEAKS, highest, strict=True)) == {name: by_ranks[ranks] for name, by_ranks in PEAKS.items()}

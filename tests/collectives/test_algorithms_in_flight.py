@@ -107,7 +107,7 @@ def two(key, ranks):
     return [(key, Case(13, async_op=True)), (key, Case(6, root=ranks // 2, async_op=True))]
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 7])
+@pytest.mark.parametrize("ranks", [3, 6])
 @pytest.mark.parametrize("key", ALGORITHMS)
 def test_two_in_flight(key, ranks):
     for lanes, wait in zip(LANES * 2, (in_order, last_first, in_turn, in_order), strict=True):

@@ -56,7 +56,7 @@ def lined_up(run, n):
     return len(rows), other, line_up.table(rows)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("ranks", [1, 3, *(pytest.param(ranks, marks=pytest.mark.drill) for ranks in (2, 4))])
 def test_all_send_what_the_model_says(pool, ranks):
     for count, other, table in pool.run(ranks, lined_up, 240_000):
         assert count == len(table.splitlines()) - 1 - len(cost_table.remarks(ranks)) and not other, table
