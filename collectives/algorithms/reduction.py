@@ -81,10 +81,6 @@ class Reduction:
         """`op` of two partial results, or of one and a tensor; `out`, a partial result, may be either of the two."""
         return COMBINE[self.op](first, second, out=out)
 
-    def last(self, partial: Tensor, output: Tensor) -> Tensor:
-        """Where the last partial result is written: into the output, if it is as wide, else over another one."""
-        return partial if self.low else output
-
     def finish(self, total: Tensor, output: Tensor) -> None:
         """output = the result of all: divided if it is a mean, and rounded."""
         if self.op == AVG:
@@ -105,5 +101,6 @@ class Reduction:
         total = self.partial(first)
         for i, part in enumerate(others, start=1):
             # IDEA: every element is summed in rank order, wherever it lies, so packing and bucket size change no bit.
-            total = self.add(total, part, self.last(total, output if i == len(others) else scratch))
+            there = output if i == len(others) else scratch
+            total = self.add(total, part, out=total if self.low else there)  # 16 bits are no room for a partial result
         self.finish(total, output)
