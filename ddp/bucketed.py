@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from collectives import comm
 from collectives.flat import Bucket, deal
-from ddp.replicas import Replica, replicate
+from collectives.replicas import Replica, replicate
 
 CAP = 25 << 20  # bytes of a bucket, as in PyTorch
 WIRES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from collectives import comm
-from ddp.replicas import Replica, replicate
+from collectives.replicas import Replica, replicate
 
 
 class NaiveDDP(Replica):

@@ -9,8 +9,8 @@ its boxes.
 import torch
 
 from collectives import layout, rng
+from collectives.replicas import Replica
 from ddp import bucketed, naive, overlapped
-from ddp.replicas import Replica
 from nd_mesh.config import Config
 from nd_mesh.mesh import Mesh
 from nd_mesh.model import GPT

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from ddp import naive, replicas
+from collectives import replicas
+from ddp import naive
 from tests.ddp.versions import each_version
 
 

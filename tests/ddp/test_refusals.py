@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from ddp import bucketed, naive, overlapped, replicas
+from collectives import replicas
+from ddp import bucketed, naive, overlapped
 
 SECONDS = 10.0
 

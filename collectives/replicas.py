@@ -1,4 +1,4 @@
-"""What the three versions of data parallelism share: replicas that begin equal, and the contract of their handle.
+"""What the data-parallel strategies share: replicas that begin equal, and the contract of their handle.
 
 Equal weights and equal gradients make equal weights. So before the first step the ranks compare what they have built,
 and all take over the values of the group's rank 0; afterwards only gradients travel, and buffers, which a module may
@@ -109,24 +109,37 @@ def replicate(
 
     params: those to treat, default all of the module's, with its buffers. Parameters on the meta device get memory on
     `device` and no values: whoever built them so initialises them afterwards, the same on every rank. Returns the
-    parameters, each once, and the module if its buffers are to be kept equal. Raises ValueError on every rank where the
-    models or the settings of `wrap` differ, naming the first difference, and for what cannot be replicated: sparse or
-    complex gradients, buffers on the meta device or with elements that share their memory.
+    parameters, each once, and the module if its buffers are to be kept equal. Raises what `compared` does.
     """
-    buffers = dict(module.named_buffers()) if params is None else {}
-    params = list(dict.fromkeys(module.parameters() if params is None else params))
-    names = {param: name for name, param in module.named_parameters()}
-    tensors = {names.get(param, f"params[{i}]"): param for i, param in enumerate(params)} | buffers
-    sparse = dict.fromkeys(_sparse(module), "with sparse gradients")
-    _compare(settings, {name: _description(tensor) for name, tensor in tensors.items()} | sparse, group)
-    _check(module, tensors)
-    for tensor in tensors.values():
+    named, buffered = compared(module, group, params=params, **settings)
+    buffers = buffered.buffers() if buffered else ()
+    for tensor in (*named.values(), *buffers):
         if tensor.is_meta:
             layout.materialize(tensor, device or torch.device("cpu"))
         elif tensor.numel():
             # IDEA: replicas that begin equal and add equal gradients stay equal; so weights travel once, here.
             _broadcast(tensor.detach(), group)
-    return params, module if buffers else None
+    return list(named.values()), buffered
+
+
+def compared(
+    module: nn.Module, group: dist.ProcessGroup, *, params: Sequence[nn.Parameter] | None, **settings: object
+) -> tuple[dict[str, nn.Parameter], nn.Module | None]:
+    """What a strategy is to treat, the same on every rank: parameters by name, each once, and the module if its buffers
+    are to be kept equal.
+
+    params: default all of the module's, with its buffers. Raises ValueError on every rank where the models or the
+    settings of `wrap` differ, naming the first difference, and for what cannot be replicated: sparse or complex
+    gradients, buffers on the meta device or with elements that share their memory.
+    """
+    buffers = dict(module.named_buffers()) if params is None else {}
+    names = {param: name for name, param in module.named_parameters()}
+    params = dict.fromkeys(module.parameters() if params is None else params)
+    named = {names.get(param, f"params[{i}]"): param for i, param in enumerate(params)}
+    sparse = dict.fromkeys(_sparse(module), "with sparse gradients")
+    _compare(settings, {name: _description(tensor) for name, tensor in (named | buffers).items()} | sparse, group)
+    _check(module, named | buffers)
+    return named, module if buffers else None
 
 
 def _description(tensor: Tensor) -> str:
