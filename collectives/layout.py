@@ -85,7 +85,17 @@ def flat_range(shape: Iterable[int], start: int, stop: int) -> list[Box]:
     shape = tuple(shape)
     if not 0 <= start <= stop <= math.prod(shape):
         raise ValueError(f"elements {start}:{stop} are not in a tensor of shape {shape}")
-    return list(_ranges(Box.whole(shape), 0, start, stop)) if stop > start else []
+    return list(flat_cut([Box.whole(shape)], start, stop))
+
+
+def flat_cut(boxes: Iterable[Box], start: int, stop: int) -> Iterator[Box]:
+    """The elements start … stop-1 of the storage that these boxes make up one after the other, each row-major."""
+    before = 0
+    for box in boxes:
+        first, last = max(start, before), min(stop, before + box.numel)
+        if first < last:
+            yield from _ranges(box, 0, first - before, last - before)
+        before += box.numel
 
 
 def _ranges(box: Box, dim: int, start: int, stop: int) -> Iterator[Box]:
@@ -131,7 +141,7 @@ class Held:
 
     name: str  # of the global tensor
     boxes: tuple[Box, ...]  # the local storage is these, one after the other
-    init: Normal | Constant
+    init: Normal | Constant | None  # None: whoever made it gave it values
     decay: bool  # weight decay applies
     sums: dict[str, dist.ProcessGroup] = field(default_factory=dict)
     family: str = "dense"  # or "expert"
@@ -179,9 +189,17 @@ def materialize(param: nn.Parameter, device: torch.device) -> None:
     """Give a parameter on the meta device memory on `device`, uninitialised; the object, its sharing and its
     declaration stay.
     """
-    real = nn.Parameter(torch.empty_like(param, device=device), requires_grad=param.requires_grad)
-    real.__dict__.update(param.__dict__)
-    torch.utils.swap_tensors(param, real)  # param.data = … refuses to change the device
+    point(param, torch.empty_like(param, device=device))
+
+
+def point(param: nn.Parameter, memory: Tensor) -> None:
+    """Make `memory` what the parameter consists of; the object, its sharing and its declaration stay."""
+    if param.device == memory.device:
+        param.data = memory
+    else:  # which param.data = … refuses to change
+        real = nn.Parameter(memory.detach(), requires_grad=param.requires_grad)
+        real.__dict__.update(param.__dict__)
+        torch.utils.swap_tensors(param, real)
 
 
 def check(params: Iterable[nn.Parameter], group: dist.ProcessGroup) -> None:

@@ -1,0 +1,177 @@
+"""What the stages share: buckets, the hooks that fill them, and the contract of a data-parallel handle.
+
+A stage says when it reduces a bucket's gradient, what it then keeps, and when weights are gathered. Here is the rest:
+gradients leave autograd bucket by bucket; one reduction is under way at a time, so that no more than a bucket's memory
+is; after backward the ranks agree, in one small all_reduce, on which parameters any of them used and whether a gradient
+came too late for its bucket. Such a one is reduced by a second round of its bucket.
+
+Rajbhandari et al. 2019, "ZeRO", 5; PyTorch's counterpart: ZeroRedundancyOptimizer (stage 1), fully_shard (2, 3).
+"""
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from collectives import comm
+from collectives.flat import deal
+from collectives.replicas import Replica, compared
+from zero.bucket import Bucket
+
+CAP = 25 << 20  # bytes of a bucket's weights, as PyTorch's DDP has for its gradients
+
+
+class Sharded(Replica):
+    """The handle of a module whose gradients are added over `group`, of which each rank owns a part."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        params: Sequence[nn.Parameter],
+        buffered: nn.Module | None,
+        buckets: Sequence[Bucket],
+        group: dist.ProcessGroup,
+        *,
+        average: bool,
+    ):
+        super().__init__(params, buffered, group, average=average)
+        self.buckets = list(buckets)
+        self.bucket_of = {param: bucket for bucket in self.buckets for param in bucket.params}
+        self.flying: Callable[[], None] | None = None  # what is left to do for the reduction under way
+        self.watched: set[nn.Parameter] = set()
+        self._watch()
+        module.register_load_state_dict_post_hook(called(self._on_load))
+        self.equalize_buffers()
+
+    def parameters(self) -> list[nn.Parameter]:
+        """What the optimizer updates: of each of the module's parameters this rank's shard, maybe empty; float32
+        masters under mixed precision.
+        """
+        shard_of = {param: shard for b in self.buckets for param, shard in zip(b.params, b.shards, strict=True)}
+        return [shard_of[param] for param in self.params]
+
+    def finish(self) -> None:
+        """Once a step. Before: gradients are in buckets, or on their way. After: the `grad` of each shard is this
+        rank's range of the sum (or mean) over the group; no parameter of the module has one.
+
+        A parameter that some ranks did not use counts as zero there; if no rank used it, the grad of its shard is None.
+        A gradient that the optimizer did not zero is added to, as autograd does.
+        """
+        self.end_of_backward()
+        self.settle()
+        used = self._agree()
+        for bucket in self.buckets:
+            bucket.hand_out(used)
+        self.equalize_buffers()
+        self._watch()
+
+    def end_of_backward(self) -> None:
+        """Every gradient of the microbatches so far has been made: reduce what is to be reduced now."""
+        raise NotImplementedError
+
+    def start(self, bucket: Bucket) -> None:
+        """Start to reduce a bucket's gradient, `fly`ing."""
+        raise NotImplementedError
+
+    def fly(self, work: comm.Handle, arrived: Callable[[], None]) -> None:
+        """A reduction is under way; `arrived` is called when it is there."""
+
+        def land() -> None:
+            work.wait()
+            arrived()
+
+        self.flying = land
+
+    def settle(self) -> None:
+        """Wait for the reduction that is under way."""
+        land, self.flying = self.flying, None
+        if land is not None:
+            land()
+
+    @torch.no_grad()
+    def finite(self) -> bool:
+        """After `finish`: whether every gradient on every rank of the group is finite. The same answer on all."""
+        grads = [shard.grad for shard in self.parameters() if shard.grad is not None]
+        return not self.largest([int(not all(grad.isfinite().all() for grad in grads))])[0]
+
+    @contextlib.contextmanager
+    def whole(self) -> Iterator[None]:
+        """Around reading or writing the module's weights by hand, on all ranks alike: inside they are whole, and what
+        was written is in the masters afterwards.
+        """
+        yield
+        self._on_load()
+
+    def _on_load(self) -> None:
+        for bucket in self.buckets:
+            bucket.take_weights()
+
+    def padding(self) -> str:
+        """How the parameters are cut, for a person."""
+        cuts = [bucket.partition for bucket in self.buckets]
+        numel, padding = sum(cut.numel for cut in cuts), sum(cut.padding for cut in cuts)
+        owned = sum(cut.length for cut in cuts)
+        return f"{numel:,} parameters in {len(cuts)} buckets, {owned:,} a rank, {padding} of padding"
+
+    def _watch(self) -> None:
+        """Hook every parameter that is not frozen; a frozen one takes no hook, and may train later."""
+        on_gradient = called(self._on_gradient)  # a handle that is dropped leaves no active hooks behind
+        for param in self.params:
+            if param.requires_grad and param not in self.watched:
+                param.register_post_accumulate_grad_hook(on_gradient)
+                self.watched.add(param)
+
+    def _on_gradient(self, param: nn.Parameter) -> None:
+        """Autograd has added to `p.grad`."""
+        if param.grad is not None:
+            self.bucket_of[param].collect(param)
+
+    def _agree(self) -> set[nn.Parameter]:
+        """The parameters that any rank used in this step. Reduces what came too late for its bucket on any rank."""
+        late = [bool(b.arrived) or any(param.grad is not None for param in b.params) for b in self.buckets]
+        used = [param in self.bucket_of[param].used or param.grad is not None for param in self.params]
+        answers = self.largest([int(answer) for answer in (*used, *late)])
+        for bucket, came_late in zip(self.buckets, answers[len(used) :], strict=True):
+            if came_late:
+                if not bucket.trained:  # frozen so far
+                    bucket.train()
+                self.start(bucket)
+                self.settle()
+        return {param for param, anywhere in zip(self.params, answers, strict=False) if anywhere}
+
+
+def dealt(named: dict[str, nn.Parameter], cap: int) -> list[dict[str, nn.Parameter]]:
+    """Parameters by name, dealt into buckets of at most `cap` bytes, in the order in which backward completes them."""
+    names = {param: name for name, param in named.items()}
+    # IDEA: one flat order, last parameter first, so that buckets fill one after the other while backward goes on.
+    kinds = [[p for p in named.values() if p.requires_grad], [p for p in named.values() if not p.requires_grad]]
+    return [{names[param]: param for param in bucket} for kind in kinds for bucket in deal(kind, cap)]
+
+
+def treated(
+    module: nn.Module, group: dist.ProcessGroup, params: Sequence[nn.Parameter] | None, cap: int, **settings: object
+) -> tuple[dict[str, nn.Parameter], nn.Module | None]:
+    """What a stage is to treat, as `compared` returns it. Raises ValueError on every rank for what it cannot."""
+    if cap < 1:
+        raise ValueError(f"a bucket of cap={cap} bytes holds nothing: give it at least 1")
+    named, buffered = compared(module, group, params=params, cap=cap, **settings)
+    whole_numbers = [name for name, param in named.items() if not param.is_floating_point()]
+    if settings.get("mixed") is not None and whole_numbers:
+        raise ValueError(f"{whole_numbers[0]} is {named[whole_numbers[0]].dtype}: no weight in mixed precision")
+    return named, buffered
+
+
+def called(method: Callable, *first: object) -> Callable:
+    """A hook that calls the method of a handle for as long as the handle lives: with `first`, and as many of the hook's
+    own arguments as it takes.
+    """
+    weak, count = weakref.WeakMethod(method), method.__code__.co_argcount - 1 - len(first)
+
+    def hook(*args: object) -> None:
+        if (alive := weak()) is not None:
+            alive(*first, *args[:count])
+
+    return hook
