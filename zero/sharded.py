@@ -20,6 +20,8 @@ from collectives import comm
 from collectives.flat import deal
 from collectives.replicas import Replica, compared
 from zero.bucket import Bucket
+from zero.elementwise import check_elementwise
+from zero.optimizer import PieceByPiece
 
 CAP = 25 << 20  # bytes of a bucket's weights, as PyTorch's DDP has for its gradients
 
@@ -96,6 +98,22 @@ class Sharded(Replica):
         """After `finish`: whether every gradient on every rank of the group is finite. The same answer on all."""
         grads = [shard.grad for shard in self.parameters() if shard.grad is not None]
         return not self.largest([int(not all(grad.isfinite().all() for grad in grads))])[0]
+
+    def optimizer(self, inner: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        """What to step: `inner`, made for `parameters()`, or the same in pieces where precisions are mixed or state is
+        offloaded. Raises ValueError if it does not update each element by itself.
+        """
+        mixed, host = self.buckets[0].mixed, self.buckets[0].host
+        if mixed is None and host is None:
+            check_elementwise(inner)
+            return inner
+        return PieceByPiece(inner, moments=mixed and mixed.moments, pool=host, agree=self._agree_on_failure)
+
+    def _agree_on_failure(self, failure: str) -> None:
+        """Raise on every rank what any of them met in the optimizer's step: the weights are as before it on all."""
+        failures = [told for told in comm.all_gather_object(failure, group=self.group) if told]
+        if failures:
+            raise RuntimeError(failures[0])
 
     @contextlib.contextmanager
     def whole(self) -> Iterator[None]:
