@@ -8,7 +8,6 @@ Cost: a rank holds its own share; `load` reads the pieces that meet its boxes. D
 checkpoint; PyTorch's: torch.distributed.checkpoint of sharded tensors. Left out: files, which are checkpoint/'s.
 """
 
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -45,14 +44,13 @@ def save(params: Sequence[nn.Parameter], optimizer: torch.optim.Optimizer) -> St
 
 def merged(states: Sequence[State]) -> State:
     """The state of several ranks, such as all of a run's."""
-    tensors: dict[str, dict[str, list]] = defaultdict(lambda: defaultdict(list))
-    scalars: dict[str, dict[str, Tensor]] = {}
+    together = State()
     for state in states:
-        scalars |= state.scalars
+        together.scalars |= state.scalars
         for name, kinds in state.tensors.items():
             for kind, pieces in kinds.items():
-                tensors[name][kind] += pieces
-    return State(tensors, scalars)
+                together.tensors.setdefault(name, {}).setdefault(kind, []).extend(pieces)
+    return together
 
 
 def load(state: State, params: Sequence[nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
