@@ -8,11 +8,13 @@ Rajbhandari et al. 2019, "ZeRO", 5.3; lecture A, "Wrap Granularity". DeepSpeed's
 and stage3_param_persistence_threshold. Left out: layers inside layers, which fsdp/ has.
 """
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
 from torch import nn
 
 Named = dict[str, nn.Parameter]
+NONE = -1  # in place of a layer's number
 
 
 def layers_of(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
@@ -37,17 +39,23 @@ def named_layers(module: nn.Module, layers: Sequence[nn.Module] | None) -> list[
     return [(names[layer], layer) for layer in layers]
 
 
-def owned(named: Named, layers: Sequence[tuple[str, nn.Module]], threshold: int) -> tuple[list[Named], Named]:
-    """Of these parameters those that each layer alone has, of more than `threshold` elements; and the rest."""
-    owners: dict[nn.Parameter, list[int]] = {param: [] for param in named.values()}
+def owned(
+    module: nn.Module, named: Named, layers: Sequence[tuple[str, nn.Module]], threshold: int
+) -> tuple[list[Named], Named]:
+    """Of a module's parameters those that each layer alone has, of more than `threshold` elements; and the rest."""
+    layers_with: dict[nn.Module, list[int]] = defaultdict(list)
     for i, (_, layer) in enumerate(layers):
-        for param in layer.parameters():
-            if param in owners:
-                owners[param].append(i)
+        for part in layer.modules():
+            layers_with[part].append(i)
+    holders: dict[nn.Parameter, set[int]] = defaultdict(set)
+    for part in module.modules():
+        for param in part.parameters(recurse=False):
+            holders[param].update(layers_with.get(part, [NONE]))
     inside: list[Named] = [{} for _ in layers]
     rest: Named = {}
     for name, param in named.items():
         # IDEA: what lives and dies with one layer is cut; whatever else there is stays whole.
-        alone = len(owners[param]) == 1 and param.numel() > threshold
-        (inside[owners[param][0]] if alone else rest)[name] = param
+        [first, *others] = holders.get(param, [NONE])
+        alone = first != NONE and not others and param.numel() > threshold
+        (inside[first] if alone else rest)[name] = param
     return inside, rest

@@ -191,7 +191,7 @@ def wrap(
     """
     named, buffered = treated(module, group, params, cap, average=average, mixed=mixed, threshold=threshold)
     chosen = named_layers(module, layers)
-    inside, rest = owned(named, chosen, threshold)
+    inside, rest = owned(module, named, chosen, threshold)
     made = {"parts": group.size(), "device": device, "mixed": mixed, "host": host}
     built = [
         Layer(name, layer, [Bucket(members, group, sharded=True, **made) for members in dealt(params, LAYER)])
