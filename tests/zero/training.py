@@ -171,7 +171,9 @@ def worst(ranks, expected):
         with_grads, updated, norms, outs = zip(*on_ranks, strict=True)
         (grads, _), (_, values) = assembled(with_grads), assembled(updated)
         share = max(share, gradient_error(grads, true_grads), update_error(values, true_values, before))
-        assert all(torch.equal(norm, norms[0]) and torch.equal(out, outs[0]) for norm, out in zip(norms, outs, strict=True))
+        assert all(
+            torch.equal(norm, norms[0]) and torch.equal(out, outs[0]) for norm, out in zip(norms, outs, strict=True)
+        )
         share = max(share, furthest(norms[0], true_norm) / (1e-12 * float(true_norm)))
         share = max(share, furthest(outs[0], true_out) / (1e-10 * float(true_out.abs().max())))
         before = true_values

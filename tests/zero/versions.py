@@ -101,9 +101,9 @@ def joined(boxes, parts):
     whole, filled = torch.empty(shape, dtype=parts[0].dtype), torch.zeros(shape, dtype=torch.bool)
     for some, part in zip(boxes, parts, strict=True):
         assert part.dim() == 1 and part.numel() == sum(box.numel for box in some)
-        for box, values in zip(some, part.split([box.numel for box in some]), strict=True):
+        for box, flat in zip(some, part.split([box.numel for box in some]), strict=True):
             where = tuple(slice(start, start + n) for start, n in zip(box.offset, box.local, strict=True))
-            values = values.view(box.local)
+            values = flat.view(box.local)
             assert not filled[where].any() or torch.equal(whole[where], values), "two ranks hold different values"
             whole[where] = values
             filled[where] = True
