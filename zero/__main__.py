@@ -257,6 +257,7 @@ def draw(held: Sequence[Sequence[float]], ranks: int, path: Path) -> None:
         axes.barh(stages, widths, left=left, label=part)
         left = [before + width for before, width in zip(left, widths, strict=True)]
     axes.bar_label(axes.containers[-1], labels=[f"{total:.2f}" for total in left], padding=3)
+    axes.margins(x=0.1)  # room for the last label
     axes.invert_yaxis()
     axes.set_xlabel(f"bytes a parameter on each of {ranks} ranks, after backward; bfloat16, {DRAWN}")
     axes.legend()

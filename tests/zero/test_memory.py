@@ -103,7 +103,7 @@ CASES = [*((kind, EVEN) for kind in KINDS), ("K = 12", ODD), ("float32", ODD)]
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_bytes_after_backward(pool, ranks):
-    """Every row of the lecture's table, to the byte: the formula where nothing is padded, else that of the padded row."""
+    """Every row of the lecture's table, to the byte: the formula, or where padded that of the row."""
     for stage in range(4):
         for (kind, sizes), *mine in zip(CASES, *pool.run(ranks, hold_all, stage), strict=True):
             check(stage, ranks, sizes, KINDS[kind][1], mine)
@@ -122,7 +122,9 @@ def check(stage, ranks, sizes, each, mine):
             assert found[part] * share[part] == nbytes * row, f"{part} of stage {stage} on {ranks} ranks: {found}"
         assert found["moments"] * share["moments"] <= each[3] * row
         assert found["step counts"] <= 4 * 8
-        assert found["hidden"] in (0, AGREEMENT), "gloo's thread may not have let go of what was agreed on"
+        assert found["hidden"] in (0, AGREEMENT), (
+            "a storage of no part (the agreement may still be held by a thread of gloo)"
+        )
         if row == n:
             weights, gradients, *optimizer = (nbytes * n for nbytes in each)
             assert sum(found[part] for part in PARTS) == LECTURE[stage](weights, gradients, sum(optimizer), ranks)
