@@ -9,7 +9,7 @@ from torch import nn
 
 from tests.zero.versions import assembled, pieces, recording, snapshot, vectors
 from zero import stage1, stage3
-from zero.stage3 import layers_of
+from zero.layers import layers_of
 
 F64 = torch.float64
 
