@@ -90,8 +90,8 @@ class Offload:
         """The last run and the bytes kept, for a person."""
         moves = self.moves
         return (
-            f"offload: {self.pool.host.now:,} bytes on the host, at most {self.pool.staged.peak:,} of them on "
-            f"{self.pool.device} at a time; last step: {moves.read:,} bytes read and {moves.written:,} written in "
+            f"offload: {self.pool.host.now:,} bytes on the host, of pieces at most {self.pool.staged.peak:,} on "
+            f"{self.pool.device}; last step: {moves.read:,} bytes read and {moves.written:,} written in "
             f"{moves.seconds:.3f} s, beside {self.computing:.3f} s of computing; {self.seconds:.3f} s in all"
         )
 

@@ -153,7 +153,7 @@ class PieceByPiece(torch.optim.Optimizer):
             (kept, value)
             for part, param in zip(parts, params, strict=True)
             for kept, value in self._results(part, param, state[param])
-            if kept.data_ptr() != value.data_ptr()  # not updated where it lies
+            if kept.data_ptr() != value.data_ptr()  # or it was updated where it lies
         ]
 
     def _working(self, value: Any, param: nn.Parameter, part: Part) -> Any:
@@ -221,12 +221,20 @@ class PieceByPiece(torch.optim.Optimizer):
                 f"{error}. Nothing has changed: weights, masters and state are those before the step"
             ) from error
         try:
-            self.offload.run(pieces, self._read, self._compute, self._write)
+            self.offload.run(pieces, self._read, self._computed, self._write)
         except Exception as error:
             raise RuntimeError(
                 f"{error}. The step ended midway: the module still has its weights from before it, but masters and "
-                f"state are partly new; load a checkpoint"
+                f"state may be partly new; load a checkpoint"
             ) from error
+
+    def _computed(self, staged: list[Staged]) -> list[tuple[Tensor, Tensor]]:
+        """A step of a piece, whose results count as staged: state as it is computed may be wider than as it is kept."""
+        results = self._compute(staged)
+        for _, value in results:
+            if value not in self.pool.staged:
+                self.pool.staged.add(value)
+        return results
 
     def _reserve(self, parts: list[Part]) -> None:
         """Have room for all state that the first step of these shards will make; two zeros each show what it is."""

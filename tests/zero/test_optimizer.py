@@ -34,7 +34,7 @@ class Counted(optim.Optimizer):
                 state["seen"] = state.get("seen", 0) + 1
                 if group["steps"] == 3:
                     state["anchor"] = p.clone()
-                p -= group["lr"] / group["steps"] * state["mean"] / state["seen"]
+                p.sub_(group["lr"] / group["steps"] * state["mean"] / state["seen"])
                 if "anchor" in state:
                     p.lerp_(state["anchor"], 0.5)
 
@@ -55,7 +55,7 @@ ELEMENTWISE = {
     "Adamax": lambda p: optim.Adamax(p, 0.01),
     "NAdam": lambda p: optim.NAdam(p, 0.01),
     "RAdam": lambda p: optim.RAdam(p, 0.01),
-    "Adadelta": lambda p: optim.Adadelta(p),
+    "Adadelta": optim.Adadelta,
     "Rprop": lambda p: optim.Rprop(p, 0.01),
     "ASGD": lambda p: optim.ASGD(p, 0.1, t0=2),
     "a user's own": lambda p: Counted(p, 0.1),
@@ -384,7 +384,7 @@ def test_state_of_another_size_is_refused_before_anything_changes():
     with pytest.raises(ValueError, match=r"'exp_avg' has 66 elements, for a shard of 65.*checkpoint"):
         optimizer.load_state_dict(other.state_dict())
     assert optimizer.state[params[0]]["step"] == 2
-    with pytest.raises(ValueError, match="different number of parameter groups|doesn't match the size"):
+    with pytest.raises(ValueError, match="doesn't match the size"):
         PieceByPiece(adamw(params[:2])).load_state_dict(optimizer.state_dict())
 
 
@@ -440,7 +440,7 @@ class Signs(optim.Optimizer):
             state["mean"] = state.get("mean", torch.zeros_like(p)).add(p.grad)
             state["positive"] = p.grad > 0
             state["count"] = state.get("count", torch.zeros((), dtype=F64)).add(1)
-            p -= 0.01 * state["positive"] * state["mean"].sign()
+            p.sub_(0.01 * state["positive"] * state["mean"].sign())
 
 
 def test_bfloat16_moments_saved_and_loaded_keep_bits_and_dtype():
@@ -497,7 +497,7 @@ class Own(optim.Optimizer):
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None:
-                    p -= group["lr"] * self.change(p, p.grad, self.state[p])
+                    p.sub_(group["lr"] * self.change(p, p.grad, self.state[p]))
 
 
 class LambLike(Own):
@@ -636,7 +636,7 @@ def test_what_needs_more_than_the_element_is_refused_with_the_reason(build, reas
 
 
 def test_muon_is_refused_for_it_takes_matrices_only():
-    with pytest.raises(ValueError, match="Muon cannot step shards: .*only supports 2D"):
+    with pytest.raises(ValueError, match=r"Muon cannot step shards: .*only supports 2D"):
         check_elementwise(optim.Muon([nn.Parameter(torch.ones(4, 4))]))
 
 
