@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch import nn, optim
 
+from collectives import comm
 from collectives.host import FilePool, Pool
 from tests.zero.test_optimizer import (
-    ELEMENTWISE,
     SIZES,
     Counted,
     adamw,
@@ -290,6 +290,10 @@ class Trained:
         assert sum(map(len, state["state"].values())) == sum(map(len, self.state["state"].values()))
 
 
+def user_s_own(params):
+    return Counted(params, 0.1)
+
+
 def full_disk(after):
     """Room for so many more files."""
     true, left = os.posix_fallocate, iter(range(after))
@@ -302,13 +306,12 @@ def full_disk(after):
     return mock.patch("os.posix_fallocate", allocate)
 
 
-@pytest.mark.parametrize("after", [0, 1, 5, 9])  # of ten files: two for each of five shards
-@pytest.mark.parametrize("build", [adamw, lambda p: Counted(p, 0.1)], ids=["AdamW", "a user's own"])
-def test_a_full_disk_is_told_before_anything_changes_and_with_room_the_step_can_be_repeated(tmp_path, after, build):
+@pytest.mark.parametrize(
+    ("build", "after"),  # AdamW needs ten files, two for each of the five shards that are not empty
+    [(adamw, 0), (adamw, 1), (adamw, 5), (adamw, 9), (user_s_own, 0), (user_s_own, 4)],
+)
+def test_a_full_disk_is_told_before_anything_changes_and_with_room_the_step_can_be_repeated(tmp_path, build, after):
     trained = Trained(tmp_path, 0, build)
-    needed = 10 if build is adamw else 5
-    if after >= needed:
-        pytest.skip("there is room")
     with (
         full_disk(after),
         pytest.raises(RuntimeError, match=r"cannot allocate .* bytes \(No space left.*choose") as caught,
@@ -393,7 +396,30 @@ def test_a_peers_error_is_raised_here():
         optimizer.step()
 
 
+def one_disk_is_full(run, folder):
+    """What each rank says when rank 1 finds no room, and whether its masters are as before."""
+
+    def agree(error):
+        errors = comm.all_gather_object(error, group=run.world)
+        if failed := [f"rank {rank}: {text}" for rank, text in enumerate(errors) if text]:
+            raise Agreed("; ".join(failed))
+
+    trained = Trained(folder, 1, agree=agree)
+    for param in trained.params:
+        trained.optimizer.state.pop(param)
+    try:
+        with full_disk(after=3 if run.rank == 1 else 99):
+            trained.step()
+    except Agreed as error:
+        return str(error), all(torch.equal(p, old) for p, old in zip(trained.params, trained.masters, strict=True))
+
+
+def test_all_ranks_stop_when_one_disk_is_full(pool, tmp_path):
+    (told, first), (told_too, second), (told_last, third) = pool.run(3, one_disk_is_full, str(tmp_path))
+    assert told == told_too == told_last and told.startswith("rank 1: ") and "cannot allocate" in told
+    assert (first, second, third) == (False, True, False)  # the others' masters are a step ahead; no weight is
+
+
 def test_without_a_pool_nothing_is_agreed_on():
     params = shards()
     train(PieceByPiece(adamw(params), agree=lambda error: pytest.fail("called")), params, 1)
-    assert "AdamW, fused" in ELEMENTWISE
