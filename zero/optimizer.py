@@ -199,7 +199,7 @@ class PieceByPiece(torch.optim.Optimizer):
             if is_elementwise(value, shard):
                 self._write([(self._storage(shard, kind, value), value)])
             else:
-                self.state[shard][kind] = value.clone() if isinstance(value, Tensor) else value
+                self.state[shard][kind] = value
 
     def _step_in_agreement(self) -> None:
         try:

@@ -284,7 +284,8 @@ def test_the_closure_is_called_once_with_gradients_on_and_its_loss_returned():
         return loss
 
     before = param.detach().clone()
-    loss = optimizer.step(closure)
+    with torch.no_grad():
+        loss = optimizer.step(closure)
     assert calls == [True] and loss.item() == (before**2).sum()
     assert torch.equal(param, torch.zeros(100))  # p - 0.5 · 2p
     optimizer.zero_grad()
@@ -309,6 +310,7 @@ def test_a_group_added_later_is_stepped():
     params, others = shards(), shards()
     optimizer, reference = PieceByPiece(adamw(params[:2]), piece=64), adamw(others[:2])
     optimizer.add_param_group({"params": params[2:], "lr": 0.2})
+    assert optimizer.inner.param_groups is optimizer.param_groups
     reference.add_param_group({"params": others[2:], "lr": 0.2})
     train(optimizer, params)
     train(reference, others)
@@ -371,6 +373,7 @@ def test_loaded_settings_are_used():
     saved = optimizer.state_dict()
     saved["param_groups"][0]["lr"] = 0.5
     optimizer.load_state_dict(saved)
+    assert optimizer.inner.param_groups is optimizer.param_groups  # where a scheduler of the inner one will look
     train(optimizer, params, 2)
     train(optim.AdamW(others, 0.5, weight_decay=0.1), others, 2)
     assert all(torch.equal(param, other) for param, other in zip(params, others, strict=True))
