@@ -87,9 +87,7 @@ def _built_like(optimizer: torch.optim.Optimizer, params: list[list[nn.Parameter
     defaults = {name: _setting(name, value) for name, value in optimizer.defaults.items() if name in takes}
     groups = []
     for group, own in zip(optimizer.param_groups, params, strict=True):
-        settings = {
-            name: _setting(name, value) for name, value in group.items() if name not in ("params", "param_names")
-        }
+        settings = {name: _setting(name, value) for name, value in group.items() if name != "params"}
         groups.append({**settings, "params": own})
     return type(optimizer)(groups, **defaults)
 
