@@ -6,7 +6,7 @@ What the step needs only for a moment, a gradient in float32, moments of bfloat1
 what lies on the host, is then the size of a piece, not of the model.
 
 Memory of a parameter with AdamW: 4 bytes master and 4 + 4 of moments; 4 + 2 + 2 with moments in bfloat16. Rajbhandari
-et al. 2020, "ZeRO", 3.1 (K = 12); the pieces are those of ZeRO-Infinity, 6.3, see offload.py. Lecture A, "ZeRO"
+et al. 2020, "ZeRO", 3.1 (K = 12); the pieces are those of ZeRO-Infinity, see offload.py. Lecture A, "ZeRO"
 (docs/notation.md). PyTorch's counterpart: ZeroRedundancyOptimizer, which wraps a class instead and steps tensors whole.
 Left out: stochastic rounding. To nearest, a bfloat16 number does not change by less than 1/512 of itself, so with
 beta2 = 0.999 a second moment never decays; with 0.995 it does (DeepSeek-V3, whose moments are bfloat16, has 0.95).

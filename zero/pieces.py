@@ -4,7 +4,7 @@ The optimizer is left as it is. It is handed groups whose parameters are the sli
 they were all it had, and gets its own back. Two slices of one tensor must both start from its count of steps, so what
 is one number a tensor or a group is as it was before the step for each, and taken over afterwards.
 
-Rajbhandari et al. 2021, "ZeRO-Infinity", 6.3, steps such pieces; DeepSpeed's sub_group_size is their size.
+Rajbhandari et al. 2021, "ZeRO-Infinity", steps such pieces; DeepSpeed's sub_group_size is their size.
 """
 
 from collections import defaultdict
