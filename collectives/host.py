@@ -79,8 +79,8 @@ class Level:
 class Pool:
     """Host memory for what is computed with on `device`.
 
-    `host` counts the tensors handed out, `staged` the copies of them on the device, `moves` every copy since the pool
-    was made: subtract an earlier value for a step's. Copies may be made from several threads at once.
+    `host` counts the tensors handed out, `staged` what of them is on the device, `moves` every copy since the pool was
+    made: subtract an earlier value for a step's. Copies may be made from several threads at once.
     """
 
     def __init__(self, device: torch.device):

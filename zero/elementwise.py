@@ -1,11 +1,11 @@
 """Whether an optimizer may step shards: only if each element is updated from its own gradient and state.
 
 ZeRO cuts tensors wherever the ranks' equal shares end. AdamW does not notice: element i of the update is a function of
-element i of everything. LAMB scales by the norm of the whole tensor, Adafactor keeps row and column sums, Muon multiplies
-matrices: on a shard they compute something else, without an error, and training is merely worse.
+element i of everything. LAMB scales by the norm of the whole tensor, Adafactor keeps row and column sums, Muon
+multiplies matrices: on a shard they compute something else, without an error, and training is merely worse.
 
-So the optimizer is tried instead of its name being looked up: the same class with the same settings steps a small matrix
-whole and, flat, in pieces, each piece on its own; the two must agree to rounding in float64.
+So the optimizer is tried, instead of its name being looked up: the same class with the same settings steps a small
+matrix whole and, flat, in pieces, each piece on its own; the two must agree to rounding in float64.
 
 Rajbhandari et al. 2020, "ZeRO", 5.1, assumes it unsaid; DeepSpeed has a list of names (zero_allow_untested_optimizer),
 PyTorch's ZeroRedundancyOptimizer gives whole tensors to ranks instead. Left out: optimizers that could say which sums
@@ -20,26 +20,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zero.pieces import is_elementwise, keep_settings, step_alone
+
 SHAPE = (4, 6)  # of the matrix that is tried: its rows and columns are no multiples of a piece
 PIECE = 5
 SCALES = (1.0, 1e-5, 1e5, 1.0, 1e-2)  # of each step's gradient: a clipped norm is sometimes above, sometimes below
 LR = 0.01  # one of zero, as at the start of a warm-up, would hide any difference
 TOLERANCE = 1e-12  # of the element: rounding moves it by 1e-16 a step
-
-
-def step_alone(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]], state: defaultdict) -> None:
-    """Let an optimizer step other parameters than its own, in place: those of `groups`, whose state is in `state`."""
-    own = optimizer.param_groups, optimizer.state
-    optimizer.param_groups, optimizer.state = groups, state
-    try:
-        optimizer.step()
-    finally:
-        optimizer.param_groups, optimizer.state = own
-
-
-def is_elementwise(value: Any, param: Tensor) -> bool:
-    """Whether this entry of a flat parameter's state has an element for each of its elements."""
-    return isinstance(value, Tensor) and value.dim() == 1 and value.shape == param.shape
 
 
 def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
@@ -49,7 +36,8 @@ def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
     Every group's settings are tried, at another learning rate. The class is built anew from its defaults and groups, so
     its constructor must take (params, **defaults), as torch's do.
     """
-    device = optimizer.param_groups[0]["params"][0].device
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    device = params[0].device if params else torch.device("cpu")
     with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.no_grad():
         try:
             reason = _difference(optimizer, device)
@@ -57,8 +45,9 @@ def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
             reason = f"it could not be tried on a small tensor, whole and in pieces ({type(error).__name__}: {error})"
     if reason:
         raise ValueError(
-            f"{type(optimizer).__name__} cannot step shards: {reason}. A shard is any part of a tensor, so each element "
-            f"must be updated from its own gradient and state, as by AdamW, SGD or Adagrad; whole tensors are with ddp/"
+            f"{type(optimizer).__name__} cannot step shards: {reason}. A shard is any part of a tensor, so each "
+            f"element must be updated from its own gradient and state, as by AdamW, SGD and Adagrad; with ddp/ tensors "
+            f"are whole"
         )
 
 
@@ -98,9 +87,7 @@ def _built_like(optimizer: torch.optim.Optimizer, params: list[list[nn.Parameter
     defaults = {name: _setting(name, value) for name, value in optimizer.defaults.items() if name in takes}
     groups = []
     for group, own in zip(optimizer.param_groups, params, strict=True):
-        settings = {
-            name: _setting(name, value) for name, value in group.items() if name not in ("params", "param_names")
-        }
+        settings = {name: _setting(name, value) for name, value in group.items() if name != "params"}
         groups.append({**settings, "params": own})
     return type(optimizer)(groups, **defaults)
 
@@ -121,11 +108,6 @@ def _step_each(optimizer: torch.optim.Optimizer, group: dict[str, Any], grads: t
         step_alone(optimizer, [alone], state := defaultdict(dict, {param: optimizer.state[param]}))
         optimizer.state[param] = state[param]
         keep_settings(group, alone)
-
-
-def keep_settings(group: dict[str, Any], stepped: dict[str, Any]) -> None:
-    """Take over what an optimizer has changed in a group's settings, such as a count of steps."""
-    group.update({name: value for name, value in stepped.items() if name != "params"})
 
 
 def _odd_state(optimizer: torch.optim.Optimizer) -> str:

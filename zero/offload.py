@@ -3,17 +3,17 @@ computes.
 
 AdamW with masters keeps 12 bytes a parameter that only the step uses. They may lie in host memory or in files
 (collectives/host.py), if a step can bring them in pieces. With threads that read and write beside the computation, a
-step takes as long as the slowest of the three, not their sum; on any real link that is the moving. It fits is not: it is
-fast, so `report` prints both.
+step takes as long as the slowest of the three, not their sum; on any real link that is the moving. "It fits" is not "it
+is fast", so `report` prints both.
 
     time        0    1    2    3    4
     read       p0   p1   p2
     compute         p0   p1   p2             three pieces alive at most, whatever the model's size
     write                p0   p1   p2
 
-Ren et al. 2021, "ZeRO-Offload" (which computes on the CPU); Rajbhandari et al. 2021, "ZeRO-Infinity", 5.1.1 and 6.3, this
-pipeline; lecture A, "CPU·NVMe Offload" (docs/notation.md). PyTorch's counterpart: FSDP2's CPUOffloadPolicy, which steps
-on the CPU; DeepSpeed's: runtime/swap_tensor/pipelined_optimizer_swapper.py. Left out: weights and activations.
+Ren et al. 2021, "ZeRO-Offload", which computes on the CPU; Rajbhandari et al. 2021, "ZeRO-Infinity", for this pipeline;
+lecture A, "CPU·NVMe Offload" (docs/notation.md). PyTorch's counterpart: FSDP2's CPUOffloadPolicy, which steps on the
+CPU; DeepSpeed's: runtime/swap_tensor/pipelined_optimizer_swapper.py. Left out: weights and activations.
 """
 
 import time
@@ -90,8 +90,8 @@ class Offload:
         """The last run and the bytes kept, for a person."""
         moves = self.moves
         return (
-            f"offload: {self.pool.host.now:,} bytes on the host, at most {self.pool.staged.peak:,} of them on "
-            f"{self.pool.device} at a time; last step: {moves.read:,} bytes read and {moves.written:,} written in "
+            f"offload: {self.pool.host.now:,} bytes on the host, of pieces at most {self.pool.staged.peak:,} on "
+            f"{self.pool.device}; last step: {moves.read:,} bytes read and {moves.written:,} written in "
             f"{moves.seconds:.3f} s, beside {self.computing:.3f} s of computing; {self.seconds:.3f} s in all"
         )
 

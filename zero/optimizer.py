@@ -2,17 +2,18 @@
 
 An elementwise optimizer cannot tell a piece of a tensor from a tensor. So it is given pieces: a slice of the masters,
 of the gradients in the masters' dtype, and of its state; it steps them as its own parameters, and the result goes back.
-Whatever the step needs for a moment, a gradient in float32, moments of bfloat16 in float32, a copy on the device of what
-lies on the host, is the size of a piece, not of the model.
+What the step needs only for a moment, a gradient in float32, moments of bfloat16 in float32, a copy on the device of
+what lies on the host, is then the size of a piece, not of the model.
 
 Memory of a parameter with AdamW: 4 bytes master and 4 + 4 of moments; 4 + 2 + 2 with moments in bfloat16. Rajbhandari
-et al. 2020, "ZeRO", 3.1 (K = 12); the pieces are those of ZeRO-Infinity, 6.3, see offload.py. Lecture A, "ZeRO"
-(docs/notation.md). PyTorch's counterpart: ZeroRedundancyOptimizer wraps a class, not a step; DeepSpeed's: sub_group_size.
-Left out: bfloat16 moments are rounded to nearest, not stochastically, so that changes below 1/256 of a moment are lost.
+et al. 2020, "ZeRO", 3.1 (K = 12); the pieces are those of ZeRO-Infinity, see offload.py. Lecture A, "ZeRO"
+(docs/notation.md). PyTorch's counterpart: ZeroRedundancyOptimizer, which wraps a class instead and steps tensors whole.
+Left out: stochastic rounding. To nearest, a bfloat16 number does not change by less than 1/512 of itself, so with
+beta2 = 0.999 a second moment never decays; with 0.995 it does (DeepSeek-V3, whose moments are bfloat16, has 0.95).
 """
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,46 +21,9 @@ import torch
 from torch import Tensor, nn
 
 from collectives.host import Pool
-from zero.elementwise import check_elementwise, is_elementwise, keep_settings, step_alone
+from zero.elementwise import check_elementwise
 from zero.offload import Offload
-
-UNIT = 64  # elements: every vector of a kernel, unrolled, divides it, so a cut there changes no bit
-
-
-def cut_pieces(sizes: Sequence[int], piece: int) -> list[list[tuple[int, int, int]]]:
-    """Pieces of at most `piece` elements of flat tensors of these sizes: each a list of (which tensor, start, stop).
-
-    In order, every element once; an empty tensor is in a piece too. Small tensors share a piece, large ones are cut at
-    multiples of UNIT, if a piece has as many.
-    """
-    longest = piece - piece % min(UNIT, piece)
-    pieces: list[list[tuple[int, int, int]]] = []
-    filled = 0
-    for which, size in enumerate(sizes):
-        for start in range(0, max(size, 1), longest):
-            stop = min(start + longest, size)
-            if not pieces or filled + stop - start > piece:
-                pieces.append([])
-                filled = 0
-            pieces[-1].append((which, start, stop))
-            filled += stop - start
-    return pieces
-
-
-@dataclass(frozen=True)
-class Part:
-    """A slice of a shard, and what its step starts from: every part of a shard from the same."""
-
-    shard: nn.Parameter
-    start: int
-    stop: int
-    group: dict[str, Any]
-    settings: dict[str, Any]  # the group's, before the step
-    state: dict[str, Any]  # the whole shard's, before the step
-
-    def of(self, value: Tensor) -> Tensor:
-        """The slice of anything that has an element for each of the shard's."""
-        return value.detach()[self.start : self.stop]
+from zero.pieces import Part, cut_pieces, is_elementwise, keep_settings, stand_ins, step_alone
 
 
 @dataclass(frozen=True)
@@ -76,11 +40,11 @@ class PieceByPiece(torch.optim.Optimizer):
     """Steps an elementwise optimizer `inner`, piece by piece; bit for bit what `inner` alone would do, but for what
     `moments` rounds. Parameter groups, their settings and hooks are those of `inner`, whose schedulers work on either.
 
-    inner: built on this rank's shards, flat tensors, some perhaps empty. piece: elements stepped at a time. moments: the
-    dtype in which floating state with an element for each of the shard's is kept; it is computed in the shard's dtype.
-    pool: host memory. State is kept there, and it, shards and gradients that lie there, are staged on the pool's device,
-    at most three pieces at a time; shards and gradients that lie on the device are used where they are. agree: called at
-    the end of every step with a pool, with an empty text or this rank's error; it raises on all ranks if one has failed.
+    inner: built on this rank's shards, flat tensors, some perhaps empty. piece: elements stepped at a time. moments:
+    the dtype in which floating state with an element for each of the shard's is kept; it is computed in the shard's.
+    pool: host memory, in which the state is kept. What lies there, state, shards, gradients, is staged on the pool's
+    device, at most three pieces at a time; what does not is used where it lies. agree: called at the end of every step
+    with a pool, with an empty text or this rank's error; it raises on all ranks if one has failed.
 
     `state[shard]` is {kind: flat tensor of the shard's size, or a number}. Raises ValueError if `inner` needs whole
     tensors (zero/elementwise.py) or a shard is not flat.
@@ -144,7 +108,7 @@ class PieceByPiece(torch.optim.Optimizer):
         super().load_state_dict({**state_dict, "state": {}})
         self.inner.param_groups = self.param_groups
         for number, kinds in state_dict["state"].items():
-            self._take_over(shards[number], kinds)
+            self._take_over(shards[number], {kind: _like(shards[number], value) for kind, value in kinds.items()})
 
     def _shards(self) -> Iterator[nn.Parameter]:
         return (shard for group in self.param_groups for shard in group["params"])
@@ -161,18 +125,14 @@ class PieceByPiece(torch.optim.Optimizer):
         return [[replace(whole[which], start=start, stop=stop) for which, start, stop in piece] for piece in pieces]
 
     def _read(self, piece: list[Part]) -> list[Staged]:
-        return [
-            Staged(
-                part,
-                self._stage(part.of(part.shard)),
-                self._stage(part.of(part.shard.grad)),
-                {
-                    kind: self._stage(part.of(v)) if is_elementwise(v, part.shard) else v
-                    for kind, v in part.state.items()
-                },
-            )
-            for part in piece
-        ]
+        return [self._staged(part) for part in piece]
+
+    def _staged(self, part: Part) -> Staged:
+        state = {
+            kind: self._stage(part.of(value)) if is_elementwise(value, part.shard) else value
+            for kind, value in part.state.items()
+        }
+        return Staged(part, self._stage(part.of(part.shard)), self._stage(part.of(part.shard.grad)), state)
 
     def _stage(self, stored: Tensor) -> Tensor:
         return self.pool.stage(stored) if self.pool is not None and self.pool.holds(stored) else stored
@@ -185,7 +145,7 @@ class PieceByPiece(torch.optim.Optimizer):
         for piece, param in zip(staged, params, strict=True):
             state[param] = {kind: self._working(value, param, piece.part) for kind, value in piece.state.items()}
         # IDEA: to the inner optimizer the slices are its parameters, and all of them.
-        groups = _grouped(parts, params)
+        groups = stand_ins(parts, params)
         step_alone(self.inner, [alone for _, alone in groups], state)
         for group, alone in groups:
             keep_settings(group, alone)
@@ -193,7 +153,7 @@ class PieceByPiece(torch.optim.Optimizer):
             (kept, value)
             for part, param in zip(parts, params, strict=True)
             for kept, value in self._results(part, param, state[param])
-            if kept.data_ptr() != value.data_ptr()  # not updated where it lies
+            if kept.data_ptr() != value.data_ptr()  # or it was updated where it lies
         ]
 
     def _working(self, value: Any, param: nn.Parameter, part: Part) -> Any:
@@ -219,13 +179,10 @@ class PieceByPiece(torch.optim.Optimizer):
         kinds = self.state[shard]
         if kinds.get(kind) is None:
             dtype = self.moments if self.moments and like.is_floating_point() else like.dtype
-            size = shard.numel()
-            memory = (
-                torch.empty(size, dtype=dtype, device=shard.device)
-                if self.pool is None
-                else self.pool.empty(size, dtype)
-            )
-            kinds[kind] = memory
+            if self.pool is None:
+                kinds[kind] = torch.empty_like(shard, dtype=dtype, requires_grad=False)
+            else:
+                kinds[kind] = self.pool.empty(shard.numel(), dtype)
         return kinds[kind]
 
     def _write(self, results: list[tuple[Tensor, Tensor]]) -> None:
@@ -237,11 +194,12 @@ class PieceByPiece(torch.optim.Optimizer):
                 kept.copy_(rounded)
 
     def _take_over(self, shard: nn.Parameter, kinds: dict[str, Any]) -> None:
+        """Copy state of a whole shard to where it is kept."""
         for kind, value in kinds.items():
             if is_elementwise(value, shard):
                 self._write([(self._storage(shard, kind, value), value)])
             else:
-                self.state[shard][kind] = value.clone() if isinstance(value, Tensor) else value
+                self.state[shard][kind] = value
 
     def _step_in_agreement(self) -> None:
         try:
@@ -263,19 +221,27 @@ class PieceByPiece(torch.optim.Optimizer):
                 f"{error}. Nothing has changed: weights, masters and state are those before the step"
             ) from error
         try:
-            self.offload.run(pieces, self._read, self._compute, self._write)
+            self.offload.run(pieces, self._read, self._computed, self._write)
         except Exception as error:
             raise RuntimeError(
-                f"{error}. The step ended midway: the module still has its weights from before it, but masters and state "
-                f"are partly new; load a checkpoint"
+                f"{error}. The step ended midway: the module still has its weights from before it, but masters and "
+                f"state may be partly new; load a checkpoint"
             ) from error
+
+    def _computed(self, staged: list[Staged]) -> list[tuple[Tensor, Tensor]]:
+        """A step of a piece, whose results count as staged: state as it is computed may be wider than as it is kept."""
+        results = self._compute(staged)
+        for _, value in results:
+            if value not in self.pool.staged:
+                self.pool.staged.add(value)
+        return results
 
     def _reserve(self, parts: list[Part]) -> None:
         """Have room for all state that the first step of these shards will make; two zeros each show what it is."""
         zeros = [torch.zeros(2, dtype=part.shard.dtype, device=self.pool.device) for part in parts]
         params = [_param(zero, zero) for zero in zeros]
         state = defaultdict(dict)
-        step_alone(self.inner, [alone for _, alone in _grouped(parts, params)], state)
+        step_alone(self.inner, [alone for _, alone in stand_ins(parts, params)], state)
         for part, param in zip(parts, params, strict=True):
             for kind, value in state[param].items():
                 if is_elementwise(value, param):
@@ -293,12 +259,9 @@ def _param(master: Tensor, grad: Tensor) -> nn.Parameter:
     return param
 
 
-def _grouped(parts: list[Part], params: list[nn.Parameter]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """For each group of the parts: it, and a group like it before the step, of these parameters instead."""
-    groups = {id(part.group): (part.group, {**part.settings, "params": []}) for part in parts}
-    for part, param in zip(parts, params, strict=True):
-        groups[id(part.group)][1]["params"].append(param)
-    return list(groups.values())
+def _like(shard: nn.Parameter, value: Any) -> Any:
+    """An entry of saved state in the dtype in which it is computed: bfloat16 moments may be loaded as float32 ones."""
+    return value.to(shard.dtype) if is_elementwise(value, shard) and value.is_floating_point() else value
 
 
 def _check_sizes(shard: nn.Parameter | None, kinds: dict[str, Any]) -> None:
