@@ -7,13 +7,14 @@
 Each stage twice. In float64, with AdamW: 13 rows a batch, dealt unevenly to the ranks and to two microbatches. In
 bfloat16 with float32 masters: the bytes of every part, by storage, between backward and the update. K is what the
 optimizer keeps for a parameter: its master and two moments. Nothing in the model divides evenly; padding is counted in
-elements, of p tensors in B buckets.
+elements, of p tensors in B buckets. Then stage 2 with masters and moments on the host, in memory and in files.
 """
 
 import contextlib
 import hashlib
 import math
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -23,11 +24,13 @@ from torch.nn.functional import cross_entropy
 
 from collectives import comm, demo
 from collectives.demo import Demo
+from collectives.host import FilePool, Moves, Pool
 from collectives.layout import Box
 from collectives.ledger import Ledger
 from collectives.runtime import Runtime
 from collectives.watch import watching
 from zero import Mixed, stage0, stage1, stage2, stage3
+from zero.optimizer import PieceByPiece
 from zero.sharded import Sharded
 
 STAGES = (stage0, stage1, stage2, stage3)
@@ -75,6 +78,7 @@ def work(run: Runtime, show: Demo) -> None:
     for stage in range(len(STAGES)):
         train(run, show, stage)
         held.append(memory(run, show, stage))
+    offload(run, show)
     if run.rank == 0:
         print(bars(held, run.size))
         if show.figure:
@@ -207,16 +211,29 @@ def memory(run: Runtime, show: Demo, stage: int) -> list[float]:
 
 def after_backward(run: Runtime, stage: int, mixed: Mixed) -> tuple[Sharded, dict[str, int]]:
     """A handle, and the bytes of each part after its second step's backward."""
-    model = Model()
-    handle = STAGES[stage].wrap(model, run.world, average=False, cap=CAP, mixed=mixed)
-    optimizer = handle.optimizer(adamw(handle.parameters()))
-    rows = torch.randint(VOCAB, (ROWS, 2), generator=torch.Generator().manual_seed(0)).tensor_split(run.size)[run.rank]
-    backward(model, handle, rows)
+    model, handle, optimizer = in_bfloat16(run, stage, mixed)
+    half_a_step(run, model, handle)
     optimizer.step()
     handle.after_step()
     optimizer.zero_grad()
-    backward(model, handle, rows)
+    half_a_step(run, model, handle)
     return handle, parts(model, handle, optimizer)
+
+
+def in_bfloat16(
+    run: Runtime, stage: int, mixed: Mixed, host: Pool | None = None
+) -> tuple[Model, Sharded, torch.optim.Optimizer]:
+    """The same model every time."""
+    torch.manual_seed(0)
+    model = Model()
+    handle = STAGES[stage].wrap(model, run.world, average=False, cap=CAP, mixed=mixed, host=host)
+    return model, handle, handle.optimizer(adamw(handle.parameters()))
+
+
+def half_a_step(run: Runtime, model: Model, handle: Sharded) -> None:
+    """The gradients of the same rows every time."""
+    rows = torch.randint(VOCAB, (ROWS, 2), generator=torch.Generator().manual_seed(0))
+    backward(model, handle, rows.tensor_split(run.size)[run.rank])
 
 
 def parts(model: Model, handle: Sharded, optimizer: torch.optim.Optimizer) -> dict[str, int]:
@@ -233,6 +250,45 @@ def parts(model: Model, handle: Sharded, optimizer: torch.optim.Optimizer) -> di
         for storage in (tensor.untyped_storage() for tensor in members if tensor is not None):
             seen.setdefault(storage.data_ptr(), (part, storage.nbytes()))
     return {part: sum(nbytes for of, nbytes in seen.values() if of == part) for part in PARTS}
+
+
+def offload(run: Runtime, show: Demo) -> None:
+    """Two steps of stage 2 with masters and moments on the device, then in host memory, in files: the same bits."""
+    expected: list[Tensor] = []
+    with tempfile.TemporaryDirectory() as folder:
+        pools = {
+            **{"none": lambda: None, "in host memory": lambda: Pool(run.device)},
+            "in files": lambda: FilePool(folder, run.device),
+        }
+        for place, make in pools.items():
+            host = make()
+            show.part = f"offload, {place}"
+            model, handle, optimizer = in_bfloat16(run, 2, Mixed(), host)
+            for _ in range(2):
+                optimizer.zero_grad()
+                half_a_step(run, model, handle)
+                moved = host.moves if host else None
+                with show.time("update and gather"):
+                    optimizer.step()
+                    handle.after_step()
+            ours = [param.detach() for param in model.parameters()]
+            expected = expected or ours
+            different = sum(not torch.equal(a, b) for a, b in zip(ours, expected, strict=True))
+            show.claim("weights that differ", "0, bit for bit", 0, different)
+            if host is not None:
+                told(run, show, handle, optimizer, host.moves - moved)
+
+
+def told(run: Runtime, show: Demo, handle: Sharded, optimizer: PieceByPiece, moved: Moves) -> None:
+    """What is where, and what a step moves: masters are read once more, for the weights that are made of them. Those of
+    padding too.
+    """
+    owned, row = sum(shard.numel() for shard in handle.parameters()), sum(b.partition.length for b in handle.buckets)
+    show.claim("bytes on the host", "(4 + 8)N/P", 4 * row + 8 * owned, optimizer.pool.host.now)
+    show.claim("bytes read a step", "(12 + 4)N/P", 12 * owned + 4 * row, moved.read)
+    show.claim("bytes written a step", "12N/P", 12 * owned, moved.written)
+    if run.rank == 0:
+        print(f"{show.part}: {optimizer.offload.report()}", flush=True)
 
 
 def bars(held: Sequence[Sequence[float]], ranks: int) -> str:

@@ -5,8 +5,8 @@ and freed after each; in between a rank has its shard.
     backward   … gather 1, reduce 1, free 1, gather 0, reduce 0, free 0
 
 A step: an all_gather a layer in forward, an all_gather and a reduce_scatter a layer in backward, and nothing after the
-update: 3n(P-1)/P bytes for each microbatch. Memory a parameter: (2 + 2 + K)/P bytes, and one layer's weights, with its
-gradient and the one under way.
+update: 3n(P-1)/P bytes for each microbatch. Memory a parameter: (2 + 2 + K)/P bytes; for a moment one layer's weights,
+and what stage 2 has for a moment, of layers.
 
 Rajbhandari et al. 2019, "ZeRO", 5.3 and 7.2.2; lectures A, "ZeRO-3", and B, "ZeRO-3 (FSDP)". DeepSpeed's counterpart:
 runtime/zero/stage3.py. Left out, and left to fsdp/: gathering the next layer in advance, layers that run twice or in
