@@ -57,7 +57,14 @@ def recording() -> Iterator[Recorder]:
 
 def vectors(text, dtype=torch.float64):
     """A layer for each number, with a parameter of this many ones."""
-    return nn.ModuleList(Vector(int(n), dtype) for n in text.split())
+    return Vectors(Vector(int(n), dtype) for n in text.split())
+
+
+class Vectors(nn.ModuleList):
+    """The sum of what some layers make of x, by default all."""
+
+    def forward(self, x, which=None):
+        return sum(self[i](x) for i in (range(len(self)) if which is None else which))
 
 
 class Vector(nn.Module):
@@ -97,7 +104,7 @@ def assembled(ranks):
 
 def joined(boxes, parts):
     """A whole tensor of its parts, each one box after the other."""
-    shape = next(box.shape for some in boxes for box in some)
+    shape = next((box.shape for some in boxes for box in some), (0,))
     whole, filled = torch.empty(shape, dtype=parts[0].dtype), torch.zeros(shape, dtype=torch.bool)
     for some, part in zip(boxes, parts, strict=True):
         assert part.dim() == 1 and part.numel() == sum(box.numel for box in some)
