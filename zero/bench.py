@@ -3,14 +3,14 @@
     python -m zero.bench                        2 and 4 ranks
     python -m zero.bench --ranks 2 --repeat 5   five whole runs, and the median of their ratios
 
-Stage 1 beside DistributedDataParallel with ZeroRedundancyOptimizer, stages 2 and 3 beside fully_shard, which is given
-one unit a block: buckets of a block's size here, and stage 3's layers are the blocks as well. Model, rows and optimizer
-are those of ddp.bench: the GPT with 4.6 million parameters, float32, 2 rows of 128 tokens a rank, fused AdamW. Every
-competitor has a replica of its own. "No communication" is what a rank would need without the others: the whole update,
-but nothing sent.
+Stage 1 beside DistributedDataParallel with ZeroRedundancyOptimizer, stages 2 and 3 beside fully_shard, whose units are
+the blocks; so are stage 3's layers. Stage 2's buckets hold two blocks: fewer messages, and still no more memory than
+fully_shard takes. Model, rows and optimizer are those of ddp.bench: nd_mesh's GPT with 4.6 million parameters, float32,
+2 rows of 128 tokens a rank, fused AdamW. Every competitor has a replica of its own. "No communication" is a rank that
+makes the whole update by itself.
 
 For each stage a second case counts the memory of a whole life: a copy of the model, wrap, optimizer and two steps.
-Weights and moments are in it on both sides.
+Weights and moments are in it, on all sides.
 """
 
 import copy
@@ -21,25 +21,41 @@ from functools import partial
 from types import MappingProxyType, ModuleType
 from typing import NamedTuple
 
+import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
-from collectives import comparison
+from collectives import comparison, layout, rng
 from collectives.runtime import Runtime
 from collectives.turns import Call, Case
-from ddp.bench import MODEL, SMALL, Loss
-from ddp.bench import _batch as rows
 from nd_mesh import data
 from nd_mesh.config import ModelConfig
+from nd_mesh.model import GPT
 from zero import stage0, stage1, stage2, stage3
 
-__all__ = ["MODEL", "SMALL"]
+MODEL = ModelConfig(layers=6, width=256, heads=8, kv_heads=4, hidden=704)
+SMALL = ModelConfig(layers=1, width=16, heads=2, kv_heads=1, hidden=32)
+ROWS, CONTEXT = 2, 128
+TWO_BLOCKS = 6 << 20  # bytes: room for two blocks of MODEL, and not for three
 ADAMW = MappingProxyType({"lr": 1e-4, "fused": True})
-BLOCK = 3 << 20  # bytes: room for a block of MODEL, and not for two
+
+
+class Loss(nn.Module):
+    """The GPT with its loss in forward, as PyTorch's wrappers want it."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.gpt = GPT(config, 0)
+        layout.declare(self.gpt, self.gpt.init_rule, self.gpt.decay_rule)
+        for param in self.gpt.parameters():
+            rng.fill(param, 0)
+
+    def forward(self, batch: data.Batch) -> Tensor:
+        return self.gpt.loss(self.gpt(batch.ids, batch.where), batch.labels)
 
 
 class Trained(NamedTuple):
@@ -100,7 +116,7 @@ WAYS: Mapping[str, Mapping[str, Way]] = MappingProxyType(
             **FLOOR,
         },
         "stage 2": {
-            "stage 2": partial(ours, stage2, cap=BLOCK),
+            "stage 2": partial(ours, stage2, cap=TWO_BLOCKS),
             "fully_shard(reshard_after_forward=False)": partial(sharded, reshard=False),
             **FLOOR,
         },
@@ -136,6 +152,14 @@ def steps(trained: Trained, batch: data.Batch, count: int) -> None:
         trained.finish()
         trained.optimizer.step()
         trained.after_step()
+
+
+def rows(run: Runtime) -> data.Batch:
+    """A rank's rows of one batch, the same in every step."""
+    tokens = np.random.default_rng(0).integers(0, 256, 1 << 16).astype(np.uint8)
+    stream = data.Stream(tokens, np.array([0]), CONTEXT)
+    deal = {"batch": ROWS * run.size, "parts": run.size, "part": run.rank, "split": 1}
+    return next(iter(data.microbatches(stream, seed=0, step=0, **deal))).to(run.device)
 
 
 def cases(run: Runtime) -> list[Case]:
