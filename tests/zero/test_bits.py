@@ -8,15 +8,15 @@ import torch
 from torch import nn
 
 from tests.zero.training import Recipe, same_bits, train
-from tests.zero.versions import SMALL, STAGES, VERSIONS, assembled, each_version, pieces, snapshot
+from tests.zero.versions import SMALL, STAGES, VERSIONS, assembled, drilled, each_version, pieces, snapshot
 from zero import stage1, stage2, stage3
 
 F32, F64 = torch.float32, torch.float64
 REDUCING_ALWAYS = [name for name in VERSIONS if name.startswith(("stage 2", "stage 3"))]
 
 
-@pytest.mark.parametrize(("optimizer", "dtype"), [("sgd", F64), ("sgd", F32), ("adamw", F32)])
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize(("optimizer", "dtype"), [("sgd", F64), ("adamw", F32)])
+@pytest.mark.parametrize("ranks", [drilled(1), drilled(2), 3, drilled(4)])
 def test_one_microbatch_without_clipping_gives_the_same_bits_in_all_stages(pool, ranks, optimizer, dtype):
     recipe = Recipe(optimizer=optimizer, dtype=dtype, average=True)
     expected = pool.run(ranks, train, STAGES["stage 0"], recipe)
@@ -24,8 +24,8 @@ def test_one_microbatch_without_clipping_gives_the_same_bits_in_all_stages(pool,
         assert same_bits(pool.run(ranks, train, wrap, recipe), expected) == [], name
 
 
-@pytest.mark.parametrize("dtype", [F64, F32])
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("dtype", [F64, drilled(F32)])
+@pytest.mark.parametrize("ranks", [drilled(2), 3, drilled(4)])
 def test_three_microbatches_give_the_same_bits_where_each_is_reduced(pool, ranks, dtype):
     """Stages 2 and 3 add up sums of all ranks; stages 0 and 1 reduce what a rank has added up, to which another order
     of additions belongs: they agree among each other.
@@ -57,7 +57,7 @@ def reduce_random(run, wrap, average, trains):
 
 @pytest.mark.parametrize("trains", [True, False])
 @pytest.mark.parametrize("average", [True, False])
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("ranks", [3, 4])
 @each_version
 def test_every_element_is_added_in_rank_order(pool, wrap, ranks, average, trains):
     owns, held = zip(*pool.run(ranks, reduce_random, wrap, average, trains), strict=True)
@@ -109,8 +109,7 @@ def sleepy_steps(run, wrap, microbatches):
         return pieces(handle), snapshot(model)
 
 
-@pytest.mark.parametrize("microbatches", [1, 3])
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize(("ranks", "microbatches"), [(2, 3), (3, 1), drilled(2, 1), drilled(3, 3)])
 def test_overlap_changes_no_bit_however_ranks_dawdle(pool, ranks, microbatches):
     """Weights of megabytes, in buckets of one and of several layers."""
     versions = [

@@ -11,22 +11,24 @@ import torch
 from collectives import comm
 from collectives.p2p import Handle
 from tests.zero.training import SHARES, Recipe, plain, train, worst
-from tests.zero.versions import SMALL, each_stage, each_version
+from tests.zero.versions import SMALL, drilled, each_stage, each_version
 from zero.bucket import Bucket
 
 RECIPES = {
     "one microbatch": Recipe(),
+    "accumulated, averaged and clipped": Recipe(microbatches=3, average=True, limit=5.0),
+    "AdamW": Recipe(optimizer="adamw", average=True, keep_zeros=True),
+}
+MORE = {
     "averaged": Recipe(average=True),
     "accumulated": Recipe(microbatches=3),
-    "accumulated, averaged and clipped": Recipe(microbatches=3, average=True, limit=5.0),
     "clipped, zeros kept": Recipe(limit=5.0, keep_zeros=True),
-    "AdamW": Recipe(optimizer="adamw", average=True),
     "AdamW, accumulated and clipped": Recipe(optimizer="adamw", microbatches=3, limit=5.0),
 }
 expected = functools.cache(plain)
 
 
-@pytest.mark.parametrize("recipe", list(RECIPES.values()), ids=list(RECIPES))
+@pytest.mark.parametrize("recipe", [*RECIPES.values(), *map(drilled, MORE.values())], ids=[*RECIPES, *MORE])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 @each_stage
 def test_training_is_that_of_one_process(pool, wrap, ranks, recipe):
@@ -34,7 +36,7 @@ def test_training_is_that_of_one_process(pool, wrap, ranks, recipe):
     assert worst(pool.run(ranks, train, wrap, recipe), expected(recipe, sum(SHARES[ranks]))) <= 1
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [drilled(2), 3])
 @each_version
 def test_buckets_thresholds_and_overlap_change_nothing(pool, wrap, ranks):
     for recipe in RECIPES["accumulated, averaged and clipped"], RECIPES["AdamW"]:
@@ -126,7 +128,7 @@ FAULTS = {
 @pytest.mark.parametrize(
     ("fault", "stage"), [(fault, f"stage {stage}") for fault, (_, _, stages) in FAULTS.items() for stage in stages]
 )
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [drilled(2), 3])
 def test_parity_sees_a_fault(pool, ranks, stage, fault):
     change, recipe, _ = FAULTS[fault]
     results = pool.run(ranks, functools.partial(train, change=change), SMALL[stage], recipe)

@@ -7,13 +7,13 @@ import pytest
 from collectives import comm, p2p
 from tests import passthrough
 from tests.zero.training import SHARES, Recipe, plain, train, worst
-from tests.zero.versions import SMALL, each_stage
+from tests.zero.versions import SMALL, drilled, each_stage
 
-RECIPES = [Recipe(microbatches=2), Recipe(average=True, limit=5.0), Recipe(optimizer="adamw")]
+RECIPES = [Recipe(microbatches=2, limit=5.0), Recipe(optimizer="adamw", average=True)]
 expected = functools.cache(plain)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("ranks", [drilled(1), 2, 3, drilled(4)])
 @each_stage
 def test_training_is_that_of_one_process(pool, wrap, ranks):
     for recipe in RECIPES:

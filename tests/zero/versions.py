@@ -16,15 +16,14 @@ STAGES = {"stage 0": stage0.wrap, "stage 1": stage1.wrap, "stage 2": stage2.wrap
 SMALL = {name: functools.partial(wrap, cap=600) for name, wrap in STAGES.items()}  # several buckets
 VERSIONS = {
     **{f"{name}, 600 bytes": wrap for name, wrap in SMALL.items()},
-    **{name: STAGES[name] for name in ("stage 0", "stage 1")},
-    "stage 2, 1 byte": functools.partial(stage2.wrap, cap=1),
-    "stage 2, waiting": functools.partial(stage2.wrap, cap=600, overlap=False),
-    "stage 3, waiting": functools.partial(stage3.wrap, overlap=False),
-    "stage 3, threshold": functools.partial(stage3.wrap, threshold=20, cap=600),
+    "stage 1": stage1.wrap,
+    "stage 2, 1 byte, waiting": functools.partial(stage2.wrap, cap=1, overlap=False),
+    "stage 3, threshold, waiting": functools.partial(stage3.wrap, threshold=20, cap=600, overlap=False),
     "stage 3, no layers": functools.partial(stage3.wrap, layers=()),
 }
 each_stage = pytest.mark.parametrize("wrap", list(SMALL.values()), ids=list(SMALL))
 each_version = pytest.mark.parametrize("wrap", list(VERSIONS.values()), ids=list(VERSIONS))
+drilled = functools.partial(pytest.param, marks=pytest.mark.drill)  # values for which a test is a drill
 SHORT = {"all_gather_single": "gather", "reduce_scatter_single": "reduce", "all_reduce": "sum"}
 
 
