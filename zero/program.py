@@ -17,20 +17,26 @@ from collections.abc import Callable
 
 class Program:
     """Where a rank has come to, in L layers. Positions 0 … L-1 are the layers in forward, L … 2L-1 those in backward,
-    last layer first; -1 is before the first.
+    last layer first; -1 is before the first, None where nothing is under way.
 
     enter(layer) and leave(layer, backward) are called in the order of the picture; leave may find that the layer has
-    been left already.
+    been left already. owed: forwards that a backward will follow, and none has yet.
     """
 
     def __init__(self, layers: int, enter: Callable[[int], None], leave: Callable[[int, bool], None]):
-        self.layers, self.at = layers, -1
+        self.layers, self.at, self.owed = layers, None, 0
         self._enter, self._leave = enter, leave
 
-    def forward(self, layer: int) -> int | None:
+    def begin(self, differentiated: bool) -> None:
+        """A forward begins; whether a backward will follow."""
+        self.complete()
+        self.at = -1
+        self.owed += differentiated
+
+    def forward(self, layer: int, differentiated: bool) -> int | None:
         """This rank is about to run a layer. Where it should have run before another, that one is returned instead."""
-        if self.at >= self.layers:
-            self.complete()
+        if self.at is None or self.at >= self.layers:
+            self.begin(differentiated)
         if layer <= self.at:
             return self.at
         self._go(layer)
@@ -39,29 +45,42 @@ class Program:
     def backward(self, layer: int) -> None:
         """This rank is about to run the backward of a layer; it is through with those after it."""
         position = 2 * self.layers - 1 - layer
-        if position < self.at:  # the backward of an earlier forward
-            self.complete()
-            self.at = self.layers - 1
+        if self.at is None or not self.layers <= self.at <= position:
+            self._begin_backward()
         self._go(position)
 
-    def complete(self, *, backward: bool = False) -> None:
-        """Go on to the end of the forward or backward under way, with `backward` in any case to that of the backward;
-        then be ready for the next. Nothing, if nothing is under way.
-        """
-        if self.at >= 0:
-            self._go(2 * self.layers - 1 if backward or self.at >= self.layers else self.layers - 1)
+    def complete(self) -> None:
+        """Go on to the end of the forward or backward under way, if one is."""
+        if self.at is not None:
+            self._go(self.layers - 1 if self.at < self.layers else 2 * self.layers - 1)
             self.leave()
-            self.at = -1
+            self.at = None
+
+    def complete_all(self) -> None:
+        """Go on to the end of what is under way, and through every backward that is owed and this rank has not had."""
+        self.complete()
+        while self.owed:
+            self._begin_backward()
+            self.complete()
 
     def leave(self) -> None:
         """This rank is through with the layer where it is."""
-        if self.at >= 0:
-            backward = self.at >= self.layers
-            self._leave(2 * self.layers - 1 - self.at if backward else self.at, backward)
+        if self.at is not None and self.at >= 0:
+            self._leave(self._layer(), self.at >= self.layers)
+
+    def _begin_backward(self) -> None:
+        self.complete()
+        self.at = self.layers - 1
+        self.owed = max(0, self.owed - 1)
+        if self.layers:
+            self._go(self.layers)
 
     def _go(self, position: int) -> None:
         while self.at < position:
             self.leave()
             self.at += 1
             # IDEA: whoever comes later joins in what it has skipped, so that all ranks start the same collectives.
-            self._enter(self.at if self.at < self.layers else 2 * self.layers - 1 - self.at)
+            self._enter(self._layer())
+
+    def _layer(self) -> int:
+        return self.at if self.at < self.layers else 2 * self.layers - 1 - self.at

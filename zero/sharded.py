@@ -18,9 +18,11 @@ from torch import nn
 
 from collectives import comm
 from collectives.flat import deal
+from collectives.host import Pool
 from collectives.replicas import Replica, compared
 from zero.bucket import Bucket
 from zero.elementwise import check_elementwise
+from zero.mixed import Mixed
 from zero.optimizer import PieceByPiece
 
 CAP = 25 << 20  # bytes of a bucket's weights, as PyTorch's DDP has for its gradients
@@ -45,7 +47,8 @@ class Sharded(Replica):
         self.flying: Callable[[], None] | None = None  # what is left to do for the reduction under way
         self.watched: set[nn.Parameter] = set()
         self._watch()
-        module.register_load_state_dict_post_hook(called(self._on_load))
+        for part in module.modules():
+            part.register_load_state_dict_post_hook(called(self._on_load))
         self.equalize_buffers()
 
     def parameters(self) -> list[nn.Parameter]:
@@ -121,11 +124,14 @@ class Sharded(Replica):
         was written is in the masters afterwards.
         """
         yield
-        self._on_load()
-
-    def _on_load(self) -> None:
         for bucket in self.buckets:
-            bucket.take_weights()
+            bucket.take_weights(bucket.params)
+
+    def _on_load(self, module: nn.Module) -> None:
+        """A part of the module has loaded a state dict into its own parameters."""
+        for param in module.parameters(recurse=False):
+            if param in self.bucket_of:
+                self.bucket_of[param].take_weights([param])
 
     def padding(self) -> str:
         """How the parameters are cut, for a person."""
@@ -170,14 +176,22 @@ def dealt(named: dict[str, nn.Parameter], cap: int) -> list[dict[str, nn.Paramet
 
 
 def treated(
-    module: nn.Module, group: dist.ProcessGroup, params: Sequence[nn.Parameter] | None, cap: int, **settings: object
+    module: nn.Module,
+    group: dist.ProcessGroup,
+    params: Sequence[nn.Parameter] | None,
+    cap: int,
+    *,
+    mixed: Mixed | None,
+    host: Pool | None,
+    **settings: object,
 ) -> tuple[dict[str, nn.Parameter], nn.Module | None]:
     """What a stage is to treat, as `compared` returns it. Raises ValueError on every rank for what it cannot."""
     if cap < 1:
         raise ValueError(f"a bucket of cap={cap} bytes holds nothing: give it at least 1")
-    named, buffered = compared(module, group, params=params, cap=cap, **settings)
+    settings |= {"cap": cap, "mixed": mixed, "host": type(host).__name__}
+    named, buffered = compared(module, group, params=params, **settings)
     whole_numbers = [name for name, param in named.items() if not param.is_floating_point()]
-    if settings.get("mixed") is not None and whole_numbers:
+    if mixed is not None and whole_numbers:
         raise ValueError(f"{whole_numbers[0]} is {named[whole_numbers[0]].dtype}: no weight in mixed precision")
     return named, buffered
 

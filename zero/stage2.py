@@ -97,7 +97,7 @@ def wrap(
 
     overlap: False waits for each reduction where it starts; no bit depends on it.
     """
-    named, buffered = treated(module, group, params, cap, average=average, mixed=mixed)
+    named, buffered = treated(module, group, params, cap, stage=2, average=average, mixed=mixed, host=host)
     made = {"parts": group.size(), "device": device, "mixed": mixed, "host": host}
     buckets = [Bucket(members, group, **made) for members in dealt(named, cap)]
     return ZeRO2(module, list(named.values()), buffered, buckets, group, average=average, overlap=overlap)

@@ -53,7 +53,6 @@ class ZeRO3(ZeRO2):
         super().__init__(module, *args, **more)
         self.layers, self.kept = list(layers), list(kept)
         self.program = Program(len(layers), self._enter, self._leave)
-        self.differentiated = False  # whether the last forward is one that a backward follows
         self.driven = False  # whether `unshard` and `reduce` are called from outside, and hooks keep still
         module.register_forward_pre_hook(called(self._before_model))
         module.register_state_dict_pre_hook(called(self._check_whole))
@@ -77,12 +76,11 @@ class ZeRO3(ZeRO2):
     def _before_model(self) -> None:
         """A forward begins."""
         if not self.driven:
-            self.program.complete()
-            self.differentiated = torch.is_grad_enabled()
+            self.program.begin(torch.is_grad_enabled())
 
     def _before_forward(self, i: int) -> None:
         """Layer i is about to run."""
-        if not self.driven and (later := self.program.forward(i)) is not None:
+        if not self.driven and (later := self.program.forward(i, torch.is_grad_enabled())) is not None:
             raise ValueError(
                 f"stage 3 gathers each layer once a forward, in one order, but {self.layers[i].name} runs after "
                 f"{self.layers[later].name}: leave it out of `layers`, then it stays whole"
@@ -108,8 +106,8 @@ class ZeRO3(ZeRO2):
             self.bucket_of[param].collect(param)
 
     def end_of_backward(self) -> None:
-        """Complete the program, with its backward even if this rank had none, and reduce what is in no layer."""
-        self.program.complete(backward=self.differentiated)
+        """Complete the program, with backwards that this rank has not had, and reduce what is in no layer."""
+        self.program.complete_all()
         for bucket in self.kept:
             if bucket.trained:
                 self.start(bucket)
@@ -156,10 +154,12 @@ class ZeRO3(ZeRO2):
         cut = [bucket for layer in self.layers for bucket in layer.buckets]
         for bucket in cut:
             bucket.unshard()
+        driven, self.driven = self.driven, True  # a forward inside gathers and frees nothing
         try:
             with super().whole():
                 yield
         finally:
+            self.driven = driven
             for bucket in cut:
                 bucket.reshard()
 
@@ -189,13 +189,15 @@ def wrap(
     layers: modules, in the order in which a forward runs them, each once; default `layers_of` the module. threshold:
     parameters of at most this many elements stay whole, in buckets of at most `cap` bytes.
     """
-    named, buffered = treated(module, group, params, cap, average=average, mixed=mixed, threshold=threshold)
     chosen = named_layers(module, layers)
+    told = {"threshold": threshold, "layers": [name for name, _ in chosen]}
+    named, buffered = treated(module, group, params, cap, stage=3, average=average, mixed=mixed, host=host, **told)
     inside, rest = owned(module, named, chosen, threshold)
     made = {"parts": group.size(), "device": device, "mixed": mixed, "host": host}
     built = [
         Layer(name, layer, [Bucket(members, group, sharded=True, **made) for members in dealt(params, LAYER)])
         for (name, layer), params in zip(chosen, inside, strict=True)
+        if params
     ]
     kept = [Bucket(members, group, **made) for members in dealt(rest, cap)]
     buckets = [bucket for layer in built for bucket in layer.buckets] + kept

@@ -29,7 +29,7 @@ class Trace:
 
     def forward(self, *layers):
         for layer in layers:
-            assert self.program.forward(layer) is None
+            assert self.program.forward(layer, True) is None
             self.program.leave()
         return self
 
@@ -38,8 +38,12 @@ class Trace:
             self.program.backward(layer)
         return self
 
-    def end(self, backward=True):
-        self.program.complete(backward=backward)
+    def begin(self, differentiated=True):
+        self.program.begin(differentiated)
+        return self
+
+    def end(self):
+        self.program.complete_all()
         return " ".join(self.done)
 
 
@@ -56,22 +60,33 @@ def test_nothing_is_done_where_nothing_was_run():
     assert Trace().end() == ""
 
 
+def test_a_forward_that_runs_no_layer():
+    assert Trace().begin().end() == TRAINED
+    assert Trace().begin(differentiated=False).end() == FORWARD
+
+
 def test_a_forward_without_gradients_has_no_backward():
-    trace = Trace().forward(0, 1)
-    trace.program.complete()
-    assert " ".join(trace.done) == FORWARD
-    assert trace.forward(0, 1, 2).end(backward=False) == f"{FORWARD} {FORWARD}"
+    trace = Trace().begin(differentiated=False).forward(0, 1).begin(differentiated=False).forward(0, 1, 2)
+    assert trace.end() == f"{FORWARD} {FORWARD}"
 
 
-def test_two_forwards_then_two_backwards():
-    trace = Trace().forward(0, 1, 2)
-    trace.program.complete()  # the model runs again
-    trace.forward(0, 1, 2).backward(2, 1, 0).backward(2, 1, 0)
-    assert trace.end() == f"{FORWARD} {FORWARD} {BACKWARD} {BACKWARD}"
+@pytest.mark.parametrize("first", [(), (2,), (2, 1, 0)])
+@pytest.mark.parametrize("second", [(), (2, 1, 0), (1,)])
+def test_two_forwards_then_two_backwards(first, second):
+    """Or one, or none: the others have two."""
+    trace = Trace().begin().forward(0, 1, 2).begin().forward(0, 1, 2).backward(*first)
+    assert trace.backward(*second).end() == f"{FORWARD} {FORWARD} {BACKWARD} {BACKWARD}"
+
+
+@pytest.mark.parametrize("backward", [(), (2, 1, 0)])
+def test_a_backward_after_a_forward_without_gradients(backward):
+    trace = Trace().begin().forward(0, 1, 2).begin(differentiated=False).forward(0, 2).backward(*backward)
+    assert trace.end() == f"{FORWARD} {FORWARD} {BACKWARD}"
 
 
 def test_a_forward_after_a_backward_completes_it():
     assert Trace().forward(0, 1, 2).backward(2).forward(0, 1, 2).end() == f"{TRAINED} {TRAINED}"
+    assert Trace().begin().forward(0).backward(2).begin().end() == f"{TRAINED} {TRAINED}"
 
 
 def test_the_first_output_of_a_layer_begins_its_backward():
@@ -90,11 +105,12 @@ def test_one_layer_is_whole_at_a_time():
 def test_another_order_is_told_and_does_nothing(first, then):
     trace = Trace().forward(first)
     before = list(trace.done)
-    assert trace.program.forward(then) == first
+    assert trace.program.forward(then, True) == first
     assert trace.done == before
 
 
 def test_without_layers_nothing_happens():
     program = Program(0, None, None)
-    program.complete(backward=True)
-    assert program.at == -1
+    program.begin(True)
+    program.complete_all()
+    assert program.at is None and not program.owed
