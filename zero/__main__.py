@@ -240,7 +240,7 @@ def parts(model: Model, handle: Sharded, optimizer: torch.optim.Optimizer) -> di
     """Bytes of the storages behind each part; AdamW's counts of steps, 4 bytes a tensor, are left out."""
     state = [value for entry in optimizer.state.values() for value in entry.values()]
     tensors = {
-        "weights": [*model.parameters(), *(bucket.shard for bucket in handle.buckets)],
+        "weights": [weights for bucket in handle.buckets for weights in (bucket.weights, bucket.shard)],
         "gradients": [*(shard.grad for shard in handle.parameters()), *(bucket.full for bucket in handle.buckets)],
         "masters": handle.parameters(),
         "moments": [value for value in state if isinstance(value, Tensor) and value.dim()],

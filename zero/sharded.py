@@ -9,6 +9,7 @@ Rajbhandari et al. 2019, "ZeRO", 5; PyTorch's counterpart: ZeroRedundancyOptimiz
 """
 
 import contextlib
+import inspect
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 
@@ -200,7 +201,7 @@ def called(method: Callable, *first: object) -> Callable:
     """A hook that calls the method of a handle for as long as the handle lives: with `first`, and as many of the hook's
     own arguments as it takes.
     """
-    weak, count = weakref.WeakMethod(method), method.__code__.co_argcount - 1 - len(first)
+    weak, count = weakref.WeakMethod(method), len(inspect.signature(method).parameters) - len(first)
 
     def hook(*args: object) -> None:
         if (alive := weak()) is not None:

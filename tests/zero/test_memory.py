@@ -57,7 +57,9 @@ def by_part(model, handle, optimizer):
     """The tensors of each part; a step count is none of them."""
     buckets = handle.buckets
     state = [value for entry in optimizer.state.values() for value in entry.values() if torch.is_tensor(value)]
+    freed = [param for param in model.parameters() if param.isnan().all()]  # one number a layer stands for them
     return {
+        "freed": freed,
         "weights": [*model.parameters(), *(weights for b in buckets for weights in (b.weights, b.shard))],
         "gradients": [
             *(param.grad for param in (*model.parameters(), *handle.parameters())),
