@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.zero.versions import STAGES, assembled, each_stage, each_version, pieces, recording, vectors
+from tests.zero.versions import STAGES, assembled, drilled, each_stage, each_version, pieces, recording, vectors
 
 
 def digits(run, wrap, microbatches, average):
@@ -23,7 +23,7 @@ def digits(run, wrap, microbatches, average):
 
 
 @pytest.mark.parametrize(("microbatches", "average"), [(1, True), (3, False)])
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("ranks", [drilled(1), drilled(2), 3, 4])
 @each_version
 def test_digits(pool, wrap, ranks, microbatches, average):
     """A rank that is left out, counted twice, or added in the wrong place would be read off."""

@@ -10,7 +10,7 @@ from torch import nn
 
 from collectives import layout, ledger
 from tests.zero.training import net
-from tests.zero.versions import assembled, each_stage, each_version, pieces, recording, snapshot, vectors
+from tests.zero.versions import assembled, drilled, each_stage, each_version, pieces, recording, snapshot, vectors
 from zero import Mixed, stage0, stage1, stage2
 
 F64 = torch.float64
@@ -27,7 +27,7 @@ def wrapped(run, wrap, members):
         return pieces(handle), snapshot(model)
 
 
-@pytest.mark.parametrize("members", [[0, 1, 2, 3], [2, 3], [1, 3]])
+@pytest.mark.parametrize("members", [[0, 1, 2, 3], drilled([2, 3]), [1, 3]])
 @each_version
 def test_after_wrap_all_have_the_first_members_weights(pool, wrap, members):
     """Bit for bit, frozen ones too."""
@@ -52,7 +52,7 @@ def checked(run, wrap):
     return before, handle.padding()
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("ranks", [drilled(1), drilled(2), 3, 4])
 @each_stage
 def test_the_ranks_together_hold_each_tensor_exactly(pool, wrap, ranks):
     """By layout.check; and matrices decay, where nobody has declared what does."""
@@ -98,7 +98,7 @@ def step_in_group(run, wrap, members):
     return pieces(handle), sum(map(ledger.wire_bytes, recorder.calls))
 
 
-@pytest.mark.parametrize("members", [[2, 3], [1, 3], [0, 1, 3]])
+@pytest.mark.parametrize("members", [drilled([2, 3]), [1, 3], [0, 1, 3]])
 @each_version
 def test_sums_over_the_members_only(pool, wrap, members):
     """T06."""
@@ -188,7 +188,7 @@ def reduce_many_kinds(run, wrap):
         return steps, [param.detach().clone() for param in model]
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("ranks", [drilled(1), drilled(2), 3])
 @each_version
 def test_every_dtype_and_shape_keeps_its_own(pool, wrap, ranks):
     """T22, T41, T60: also where a bucket would mix them; gradients put there by hand."""
