@@ -72,6 +72,25 @@ def test_no_sync_around_forward_alone_makes_no_difference(pool, wrap):
     assert [grad.tolist() for grad in grads.values()] == [[3 * 1111 * 1.5] * 2, [2 * 1111 * 1.5] * 3]
 
 
+def nested(run, wrap):
+    """Three microbatches, the second after the end of a no_sync inside a no_sync."""
+    model = vectors("3 4")
+    handle = wrap(model, run.world)
+    with handle.no_sync():
+        with handle.no_sync():
+            model(torch.tensor(run.rank + 1.0, dtype=torch.float64)).backward()
+        model(torch.tensor(10.0, dtype=torch.float64)).backward()
+    model(torch.tensor(100.0, dtype=torch.float64)).backward()
+    handle.finish()
+    return pieces(handle)
+
+
+@each_stage
+def test_a_no_sync_inside_another(pool, wrap):
+    grads, _ = assembled(pool.run(2, nested, wrap))
+    assert all(grad.eq(111.5).all() for grad in grads.values())
+
+
 def uneven(run, wrap, runs):
     """Three microbatches, of which rank r runs those in runs[r], in two steps. x = 10^r."""
     model, steps = vectors("2 3 5"), []

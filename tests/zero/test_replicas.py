@@ -84,14 +84,14 @@ def test_a_declared_parameter_keeps_what_it_declares(pool):
 
 
 def step_in_group(run, wrap, members):
-    """A step over some of the ranks: what a member holds, and the bytes it sent in the step."""
+    """A step over some of the ranks: what a member holds, and the bytes it sent in wrap and step."""
     group = run.new_group(members)
     if group is None:
         return None
     torch.manual_seed(run.rank)
     model = nn.Sequential(nn.Linear(2, 3, bias=False), nn.BatchNorm1d(3), nn.Linear(3, 1, bias=False)).double()
-    handle = wrap(model, group, average=False)
     with recording() as recorder:
+        handle = wrap(model, group, average=False)
         (model(torch.eye(2, dtype=F64)) * 10.0**run.rank).sum().backward()
         handle.finish()
         handle.after_step()
@@ -149,6 +149,23 @@ def test_two_groups_of_parameters_of_one_module(pool, wrap):
         grads, values = assembled(ranks)
         assert all(grad.eq(total).all() for grad in grads.values())
         assert all(value.eq(first).all() for value in values.values())
+
+
+def named_twice(run, wrap):
+    """A parameter that is named twice, and one that is not treated."""
+    model = vectors("3 4")
+    handle = wrap(model, run.world, params=[model[0].weight] * 2, average=False)
+    model(torch.tensor(10.0**run.rank, dtype=F64)).backward()
+    handle.finish()
+    return pieces(handle), model[1].weight.grad
+
+
+@each_version
+def test_a_parameter_named_twice_is_treated_once_and_others_are_left_alone(pool, wrap):
+    held, others = zip(*pool.run(3, named_twice, wrap), strict=True)
+    grads, _ = assembled(held)
+    assert [grad.tolist() for grad in grads.values()] == [[111.0] * 3]
+    assert all(grad.eq(10.0**rank).all() for rank, grad in enumerate(others))
 
 
 # -- dtypes, memory ----------------------------------------------------------------------------------------------------

@@ -181,6 +181,7 @@ def test_full_gradients_are_freed_under_way(pool, stage, overlap, quiet):
     for seen, owned in pool.run(2, living, functools.partial(stage.wrap, cap=1, overlap=overlap), quiet):
         assert max(seen) == FULL * (1 + overlap)
         assert len(seen) == (4 + 1) * (1 + quiet) + 1
+        assert set(seen[4 : 5 * quiet : 5]) <= {FULL * overlap}
         assert seen[-1] == 0 and owned == 4 * 500
 
 
