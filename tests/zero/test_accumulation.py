@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.zero.versions import STAGES, assembled, each_stage, each_version, pieces, recording, vectors
+from tests.zero.versions import STAGES, assembled, drilled, each_stage, each_version, pieces, recording, vectors
 
 
 def digits(run, wrap, microbatches, average):
@@ -23,7 +23,7 @@ def digits(run, wrap, microbatches, average):
 
 
 @pytest.mark.parametrize(("microbatches", "average"), [(1, True), (3, False)])
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("ranks", [drilled(1), drilled(2), 3, 4])
 @each_version
 def test_digits(pool, wrap, ranks, microbatches, average):
     """A rank that is left out, counted twice, or added in the wrong place would be read off."""
@@ -70,6 +70,25 @@ def test_no_sync_in_any_place_gives_the_mean_of_the_sums(pool, stage, covers):
 def test_no_sync_around_forward_alone_makes_no_difference(pool, wrap):
     grads, _ = assembled([held for held, _ in pool.run(2, accumulate, wrap, "forward")])
     assert [grad.tolist() for grad in grads.values()] == [[3 * 1111 * 1.5] * 2, [2 * 1111 * 1.5] * 3]
+
+
+def nested(run, wrap):
+    """Three microbatches, the second after the end of a no_sync inside a no_sync."""
+    model = vectors("3 4")
+    handle = wrap(model, run.world)
+    with handle.no_sync():
+        with handle.no_sync():
+            model(torch.tensor(run.rank + 1.0, dtype=torch.float64)).backward()
+        model(torch.tensor(10.0, dtype=torch.float64)).backward()
+    model(torch.tensor(100.0, dtype=torch.float64)).backward()
+    handle.finish()
+    return pieces(handle)
+
+
+@each_stage
+def test_a_no_sync_inside_another(pool, wrap):
+    grads, _ = assembled(pool.run(2, nested, wrap))
+    assert all(grad.eq(111.5).all() for grad in grads.values())
 
 
 def uneven(run, wrap, runs):

@@ -15,7 +15,7 @@ F32, F64 = torch.float32, torch.float64
 REDUCING_ALWAYS = [name for name in VERSIONS if name.startswith(("stage 2", "stage 3"))]
 
 
-@pytest.mark.parametrize(("optimizer", "dtype"), [("sgd", F64), ("adamw", F32)])
+@pytest.mark.parametrize(("optimizer", "dtype"), [drilled("sgd", F64), ("adamw", F32)])
 @pytest.mark.parametrize("ranks", [drilled(1), drilled(2), 3, drilled(4)])
 def test_one_microbatch_without_clipping_gives_the_same_bits_in_all_stages(pool, ranks, optimizer, dtype):
     recipe = Recipe(optimizer=optimizer, dtype=dtype, average=True)
@@ -57,7 +57,7 @@ def reduce_random(run, wrap, average, trains):
 
 @pytest.mark.parametrize("trains", [True, False])
 @pytest.mark.parametrize("average", [True, False])
-@pytest.mark.parametrize("ranks", [3, 4])
+@pytest.mark.parametrize("ranks", [3, drilled(4)])
 @each_version
 def test_every_element_is_added_in_rank_order(pool, wrap, ranks, average, trains):
     owns, held = zip(*pool.run(ranks, reduce_random, wrap, average, trains), strict=True)
@@ -114,7 +114,7 @@ def test_overlap_changes_no_bit_however_ranks_dawdle(pool, ranks, microbatches):
     """Weights of megabytes, in buckets of one and of several layers."""
     versions = [
         functools.partial(stage.wrap, overlap=overlap, cap=cap)
-        for stage, cap in ((stage2, 1), (stage2, 2 << 20), (stage2, 64 << 20), (stage3, 1))
+        for stage, cap in ((stage2, 1), (stage2, 64 << 20), (stage3, 1))
         for overlap in (False, True)
     ]
     if microbatches == 1:

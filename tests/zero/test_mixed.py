@@ -8,7 +8,17 @@ import torch
 from torch import nn
 
 from collectives import norm
-from tests.zero.versions import STAGES, VERSIONS, assembled, each_stage, each_version, pieces, snapshot, vectors
+from tests.zero.versions import (
+    STAGES,
+    VERSIONS,
+    assembled,
+    drilled,
+    each_stage,
+    each_version,
+    pieces,
+    snapshot,
+    vectors,
+)
 from zero import Mixed
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -59,13 +69,12 @@ def test_microbatches_of_several_ranks_are_added_in_32_bits(pool, wrap):
 @pytest.mark.parametrize("stage", STAGES)
 def test_ranks_are_added_in_32_bits(pool, stage, numbers, in_32, in_16):
     """T53. Gradients that travel in 16 bits are added in 32 and rounded once, to an even last digit."""
-    for rotated in (numbers, numbers[1:] + numbers[:1]):
-        assert sums(pool, STAGES[stage], Mixed(), rotated) == (in_32, F32)
-        assert sums(pool, STAGES[stage], Mixed(gradients=BF16), rotated) == (in_16, BF16)
+    assert sums(pool, STAGES[stage], Mixed(), numbers) == (in_32, F32)
+    assert sums(pool, STAGES[stage], Mixed(gradients=BF16), numbers) == (in_16, BF16)
 
 
 @pytest.mark.parametrize("gradients", [F16, F32])
-@pytest.mark.parametrize("ranks", [2, 8])
+@pytest.mark.parametrize("ranks", [drilled(2), 8])
 @each_stage
 def test_a_mean_in_float16_does_not_overflow(pool, wrap, ranks, gradients):
     """T57: 80,000 would."""
@@ -88,7 +97,7 @@ def small_updates(run, wrap, mixed):
         return pieces(handle), snapshot(model)
 
 
-@each_version
+@each_stage
 def test_small_updates_are_not_lost(pool, wrap):
     held, weights = zip(*pool.run(2, small_updates, wrap, Mixed()), strict=True)
     master = torch.tensor(1.0)
@@ -167,9 +176,8 @@ def trained_alone(mixed, ranks, microbatches):
     return steps
 
 
-@pytest.mark.parametrize("microbatches", [1, 3])
-@pytest.mark.parametrize("weights", [BF16, F16])
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("weights", [BF16, drilled(F16)])
+@pytest.mark.parametrize(("ranks", "microbatches"), [(2, 1), (3, 3), drilled(1, 3), drilled(3, 1)])
 @each_stage
 def test_training_is_that_of_one_process(pool, wrap, ranks, weights, microbatches):
     """Masters within float32's rounding errors; weights are the masters rounded, on every rank. A 16-bit weight that
@@ -191,7 +199,7 @@ def test_training_is_that_of_one_process(pool, wrap, ranks, weights, microbatche
             assert (master - true_masters[name]).abs().max() <= 2e-3  # of steps of 1e-2
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("ranks", [drilled(2), 3])
 def test_all_stages_have_the_same_bits_after_one_microbatch(pool, ranks):
     results = [pool.run(ranks, trained, wrap, Mixed(), 1) for wrap in VERSIONS.values()]
     first, *others = [assembled([steps[0][0] for steps in ranks_of])[0] for ranks_of in results]

@@ -10,7 +10,7 @@ from torch import nn
 
 from collectives import layout, ledger
 from tests.zero.training import net
-from tests.zero.versions import assembled, each_stage, each_version, pieces, recording, snapshot, vectors
+from tests.zero.versions import assembled, drilled, each_stage, each_version, pieces, recording, snapshot, vectors
 from zero import Mixed, stage0, stage1, stage2
 
 F64 = torch.float64
@@ -27,7 +27,7 @@ def wrapped(run, wrap, members):
         return pieces(handle), snapshot(model)
 
 
-@pytest.mark.parametrize("members", [[0, 1, 2, 3], [2, 3], [1, 3]])
+@pytest.mark.parametrize("members", [[0, 1, 2, 3], drilled([2, 3]), [1, 3]])
 @each_version
 def test_after_wrap_all_have_the_first_members_weights(pool, wrap, members):
     """Bit for bit, frozen ones too."""
@@ -52,7 +52,7 @@ def checked(run, wrap):
     return before, handle.padding()
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("ranks", [drilled(1), drilled(2), 3, 4])
 @each_stage
 def test_the_ranks_together_hold_each_tensor_exactly(pool, wrap, ranks):
     """By layout.check; and matrices decay, where nobody has declared what does."""
@@ -84,21 +84,21 @@ def test_a_declared_parameter_keeps_what_it_declares(pool):
 
 
 def step_in_group(run, wrap, members):
-    """A step over some of the ranks: what a member holds, and the bytes it sent in the step."""
+    """A step over some of the ranks: what a member holds, and the bytes it sent in wrap and step."""
     group = run.new_group(members)
     if group is None:
         return None
     torch.manual_seed(run.rank)
     model = nn.Sequential(nn.Linear(2, 3, bias=False), nn.BatchNorm1d(3), nn.Linear(3, 1, bias=False)).double()
-    handle = wrap(model, group, average=False)
     with recording() as recorder:
+        handle = wrap(model, group, average=False)
         (model(torch.eye(2, dtype=F64)) * 10.0**run.rank).sum().backward()
         handle.finish()
         handle.after_step()
     return pieces(handle), sum(map(ledger.wire_bytes, recorder.calls))
 
 
-@pytest.mark.parametrize("members", [[2, 3], [1, 3], [0, 1, 3]])
+@pytest.mark.parametrize("members", [drilled([2, 3]), [1, 3], [0, 1, 3]])
 @each_version
 def test_sums_over_the_members_only(pool, wrap, members):
     """T06."""
@@ -151,6 +151,23 @@ def test_two_groups_of_parameters_of_one_module(pool, wrap):
         assert all(value.eq(first).all() for value in values.values())
 
 
+def named_twice(run, wrap):
+    """A parameter that is named twice, and one that is not treated."""
+    model = vectors("3 4")
+    handle = wrap(model, run.world, params=[model[0].weight] * 2, average=False)
+    model(torch.tensor(10.0**run.rank, dtype=F64)).backward()
+    handle.finish()
+    return pieces(handle), model[1].weight.grad
+
+
+@each_version
+def test_a_parameter_named_twice_is_treated_once_and_others_are_left_alone(pool, wrap):
+    held, others = zip(*pool.run(3, named_twice, wrap), strict=True)
+    grads, _ = assembled(held)
+    assert [grad.tolist() for grad in grads.values()] == [[111.0] * 3]
+    assert all(grad.eq(10.0**rank).all() for rank, grad in enumerate(others))
+
+
 # -- dtypes, memory ----------------------------------------------------------------------------------------------------
 
 
@@ -188,7 +205,7 @@ def reduce_many_kinds(run, wrap):
         return steps, [param.detach().clone() for param in model]
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("ranks", [drilled(1), drilled(2), 3])
 @each_version
 def test_every_dtype_and_shape_keeps_its_own(pool, wrap, ranks):
     """T22, T41, T60: also where a bucket would mix them; gradients put there by hand."""

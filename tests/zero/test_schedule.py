@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from collectives.host import Level
-from tests.zero.versions import STAGES, assembled, pieces, recording, vectors
+from tests.zero.versions import STAGES, assembled, drilled, pieces, recording, vectors
 from zero import stage0, stage1, stage2, stage3
 from zero.bucket import Bucket
 
@@ -96,7 +96,7 @@ SCHEDULES = {
 
 
 @pytest.mark.parametrize(("stage", "cap"), SCHEDULES)
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("ranks", [1, 2, drilled(4)])
 def test_launches(pool, ranks, stage, cap):
     """Stages 0 and 1 start in finish; stage 2 as soon as a bucket is complete, long before backward ends; stage 3 has
     one layer at a time.
@@ -180,6 +180,7 @@ def test_full_gradients_are_freed_under_way(pool, stage, overlap, quiet):
     for seen, owned in pool.run(2, living, functools.partial(stage.wrap, cap=1, overlap=overlap), quiet):
         assert max(seen) == FULL * (1 + overlap)
         assert len(seen) == (4 + 1) * (1 + quiet) + 1
+        assert set(seen[4 : 5 * quiet : 5]) <= {FULL * overlap}
         assert seen[-1] == 0 and owned == 4 * 500
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+from collections import defaultdict
 from collections.abc import Iterator
 
 import pytest
@@ -78,24 +79,39 @@ class Vector(nn.Module):
 
 
 def pieces(handle):
-    """What this rank holds: of each parameter (name, boxes, gradient or None, value)."""
+    """What this rank holds: (name and boxes of each parameter, their gradients and values packed)."""
     shards = handle.parameters()
-    grads = [None if shard.grad is None else shard.grad.clone() for shard in shards]
-    held = [shard.held for shard in shards]
-    values = [shard.detach().clone() for shard in shards]
-    return [(h.name, h.boxes, grad, value) for h, grad, value in zip(held, grads, values, strict=True)]
+    return [(shard.held.name, shard.held.boxes) for shard in shards], packed([s.grad for s in shards] + shards)
+
+
+def packed(tensors):
+    """Tensors as one row a dtype, because a pipe carries one large tensor faster than many small ones; None stays."""
+    kinds = [None if tensor is None else (tensor.dtype, tensor.shape) for tensor in tensors]
+    rows = defaultdict(list)
+    for tensor in tensors:
+        if tensor is not None:
+            rows[tensor.dtype].append(tensor.detach().flatten())
+    return kinds, {dtype: torch.cat(row) for dtype, row in rows.items()}
+
+
+def unpacked(kinds, rows):
+    """The tensors again."""
+    sizes = {dtype: [kind[1].numel() for kind in kinds if kind and kind[0] == dtype] for dtype in rows}
+    parts = {dtype: iter(row.split(sizes[dtype])) for dtype, row in rows.items()}
+    return [None if kind is None else next(parts[kind[0]]).view(kind[1]) for kind in kinds]
 
 
 def assembled(ranks):
     """(gradients, values) by name of whole tensors, from the pieces of all ranks. Every rank has a gradient of a
     tensor, or none has; elements that two ranks hold have the same bits.
     """
+    held, tensors = zip(*((held, unpacked(*packs)) for held, packs in ranks), strict=True)
     grads, values = {}, {}
-    for of_one_tensor in zip(*ranks, strict=True):
-        [name] = {name for name, *_ in of_one_tensor}
-        boxes = [boxes for _, boxes, _, _ in of_one_tensor]
-        values[name] = joined(boxes, [value for *_, value in of_one_tensor])
-        parts = [grad for _, _, grad, _ in of_one_tensor]
+    for i, of_one_tensor in enumerate(zip(*held, strict=True)):
+        [name] = {name for name, _ in of_one_tensor}
+        boxes = [boxes for _, boxes in of_one_tensor]
+        values[name] = joined(boxes, [mine[len(held[0]) + i] for mine in tensors])
+        parts = [mine[i] for mine in tensors]
         assert len({part is None for part in parts}) == 1, f"{name}: a gradient on some ranks only"
         grads[name] = None if parts[0] is None else joined(boxes, parts)
     return grads, values
