@@ -121,6 +121,15 @@ def test_launches_under_no_sync(pool, stage):
         assert told == [2 * QUIET[stage] + SCHEDULES[stage, 1]] * 2
 
 
+def test_stage_2_does_not_wait_for_what_was_not_used_in_the_step_before(pool):
+    """What was expected and did not come is started in finish; in the next step nobody expects it."""
+    first = "forward 0, forward 2, backward 2, reduce 2, backward 0, finish, reduce 1, reduce 0"
+    second = "forward 0, forward 2, backward 2, reduce 2, reduce 1, backward 0, reduce 0, finish"
+    gathers = f"{USED}, gather 2, gather 1, gather 0"
+    for told, _ in pool.run(2, steps_of, functools.partial(stage2.wrap, cap=1), [(0, 2)] * 2):
+        assert told == [f"{first}, {gathers}", f"{second}, {gathers}"]
+
+
 def collectives(told):
     return [word for word in told.split(", ") if word.startswith(("gather", "reduce", "sum"))]
 
