@@ -201,7 +201,10 @@ def point(param: nn.Parameter, memory: Tensor) -> None:
     else:  # which param.data = … refuses to change
         real = nn.Parameter(memory.data, requires_grad=param.requires_grad)
         real.__dict__.update(param.__dict__)
-        torch.utils.swap_tensors(param, real)
+        try:
+            torch.utils.swap_tensors(param, real)
+        except RuntimeError as error:  # somebody keeps a weak reference
+            raise ValueError(f"a parameter on the meta device cannot get memory, as of an LSTM: {error}") from error
 
 
 def check(params: Iterable[nn.Parameter], group: dist.ProcessGroup) -> None:

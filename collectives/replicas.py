@@ -67,6 +67,9 @@ class Replica:
     def after_step(self) -> None:
         """After the optimizer: nothing, every rank has updated everything."""
 
+    def after_load(self) -> None:
+        """After `parameters()` were given values by hand, frozen ones too: nothing, every rank has them all."""
+
     def unshard(self, module: nn.Module) -> None:
         """Parameters are whole all the time."""
 

@@ -39,6 +39,6 @@ def parallelize(model: GPT, config: Config, mesh: Mesh, device: torch.device) ->
     # 3. Initial values: a function of the seed, the name and the box. Each owner makes its own; then all have them.
     for param in handle.parameters():
         rng.fill(param, config.train.seed)
-    handle.after_step()
+    handle.after_load()
     layout.check(handle.parameters(), mesh.run.world)
     return handle

@@ -138,7 +138,7 @@ class Trainer:
     def resume(self, path: Path) -> saved.Checkpoint:
         """Take the state of a checkpoint, or of the latest complete one of a run's folder; returns which it is."""
         checkpoint = state.resume(path, self.handle.parameters(), self.optimizer, self._about(0), self.run)
-        self.handle.after_step()
+        self.handle.after_load()
         return checkpoint
 
     def _about(self, step: int) -> dict[str, Any]:

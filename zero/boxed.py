@@ -46,7 +46,8 @@ def merged(states: Sequence[State]) -> State:
     """The state of several ranks, such as all of a run's."""
     together = State()
     for state in states:
-        together.scalars |= state.scalars
+        for name, kinds in state.scalars.items():
+            together.scalars.setdefault(name, {}).update(kinds)
         for name, kinds in state.tensors.items():
             for kind, pieces in kinds.items():
                 together.tensors.setdefault(name, {}).setdefault(kind, []).extend(pieces)
@@ -54,7 +55,7 @@ def merged(states: Sequence[State]) -> State:
 
 
 def load(state: State, params: Sequence[nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
-    """Give parameters and optimizer what they hold of a whole state. Call the handle's `after_step` afterwards.
+    """Give parameters and optimizer what they hold of a whole state. Call the handle's `after_load` afterwards.
 
     Raises ValueError naming every tensor that is missing, is not of our shape, or is not covered by the pieces; then
     nothing has changed.

@@ -62,9 +62,12 @@ class Bucket:
         self.shards = [self._declared(name, param, piece) for (name, param), piece in owned]
         self.masters = self.shard
         self._point_shards()
-        self.trained = False
+        self.trained, self.failure = False, ""
         if self.params[0].requires_grad:
-            self.train(values[self.own])
+            try:
+                self.train(values[self.own])
+            except OSError as error:  # a full disk, which other ranks may not have: the handle tells them
+                self.failure = str(error)
         self.whole = True
         if sharded:
             self.reshard()
@@ -74,7 +77,8 @@ class Bucket:
         self.begun = False  # whether `sum` is of the step under way, and not of the one before
         self.arrived: set[nn.Parameter] = set()  # whose gradient is in `full`
         self.used: set[nn.Parameter] = set()  # of whom this rank had a gradient in this step
-        self.expected = set(self.params)  # of whom any rank had one in the step before
+        self.before: set[nn.Parameter] = set()  # of whom any rank had one in the step before
+        self.expected = set(self.params)  # of whom any rank had one in the two steps before
 
     def _values(self, device: torch.device | None) -> Tensor:
         """The row of weights that the group's rank 0 has, in its own dtype; zeros for parameters on the meta device."""
@@ -165,6 +169,8 @@ class Bucket:
 
     def collect(self, param: nn.Parameter) -> None:
         """Move the gradient that autograd made into `full`, or add it to what is there; `param.grad` becomes None."""
+        if param.grad.layout != torch.strided:
+            raise ValueError(f"a parameter of shape {list(param.shape)} has a sparse gradient: sparse=False")
         self._begin()
         view = self._rooms()[param]
         with torch.no_grad():  # backward(create_graph=True) runs hooks with gradients on
@@ -175,7 +181,7 @@ class Bucket:
 
     @property
     def complete(self) -> bool:
-        """Whether all gradients have come that will come, if this step is like the one before."""
+        """Whether all gradients have come that will come, if this step is like the two before."""
         return self.expected <= self.arrived
 
     def pack(self) -> Tensor:
@@ -208,7 +214,8 @@ class Bucket:
             if param in used or shard.grad is not None:
                 shard.grad = total[where]
         self.sum, self.begun = None, False
-        self.used, self.expected = set(), {param for param in self.params if param in used}
+        before, self.before = self.before, {param for param in self.params if param in used}
+        self.used, self.expected = set(), before | self.before
 
     def _begin(self) -> None:
         """The first gradient of a step: it is added to those that the caller has not zeroed."""

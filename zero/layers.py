@@ -25,7 +25,7 @@ def layers_of(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Modul
         full = f"{name}.{child_name}" if name else child_name
         if isinstance(child, nn.ModuleList | nn.ModuleDict | nn.Sequential) and len(child):
             yield from layers_of(child, full)
-        elif any(True for _ in child.parameters()):
+        elif any(True for _ in child.parameters()) and not isinstance(child, nn.ParameterList | nn.ParameterDict):
             yield full, child
 
 
@@ -34,8 +34,12 @@ def named_layers(module: nn.Module, layers: Sequence[nn.Module] | None) -> list[
     if layers is None:
         return list(layers_of(module))
     names = {part: name for name, part in module.named_modules()}
+    layers = list(layers)
     if strangers := [layer for layer in layers if layer not in names]:
         raise ValueError(f"{type(strangers[0]).__name__} is no part of the module: name layers that it runs")
+    for i, layer in enumerate(layers):
+        if nested := [other for j, other in enumerate(layers) if j != i and layer in set(other.modules())]:
+            raise ValueError(f"layer {names[layer]} is inside of layer {names[nested[0]]}: name one of them, once")
     return [(names[layer], layer) for layer in layers]
 
 
@@ -56,6 +60,6 @@ def owned(
     for name, param in named.items():
         # IDEA: what lives and dies with one layer is cut; whatever else there is stays whole.
         [first, *others] = holders.get(param, [NONE])
-        alone = first != NONE and not others and param.numel() > threshold
+        alone = first != NONE and not others and param.numel() > threshold and param.is_floating_point()
         (inside[first] if alone else rest)[name] = param
     return inside, rest

@@ -47,6 +47,8 @@ class Sharded(Replica):
         self.bucket_of = {param: bucket for bucket in self.buckets for param in bucket.params}
         self.flying: Callable[[], None] | None = None  # what is left to do for the reduction under way
         self.watched: set[nn.Parameter] = set()
+        self.others = set(module.parameters()) - self.bucket_of.keys()  # not ours to treat
+        self._agree_on_failure(next((bucket.failure for bucket in self.buckets if bucket.failure), ""))
         self._watch()
         for part in module.modules():
             part.register_load_state_dict_post_hook(called(self._on_load))
@@ -54,7 +56,7 @@ class Sharded(Replica):
 
     def parameters(self) -> list[nn.Parameter]:
         """What the optimizer updates: of each of the module's parameters this rank's shard, maybe empty; float32
-        masters under mixed precision.
+        masters under mixed precision. Its `grad` is valid until the next backward.
         """
         shard_of = {param: shard for b in self.buckets for param, shard in zip(b.params, b.shards, strict=True)}
         return [shard_of[param] for param in self.params]
@@ -64,6 +66,7 @@ class Sharded(Replica):
         rank's range of the sum (or mean) over the group; no parameter of the module has one.
 
         A parameter that some ranks did not use counts as zero there; if no rank used it, the grad of its shard is None.
+        To drop a batch whose backward has begun, `finish`, then zero the gradients: before, `zero_grad` reaches none.
         A gradient that the optimizer did not zero is added to, as autograd does.
         """
         self.end_of_backward()
@@ -119,6 +122,10 @@ class Sharded(Replica):
         if failures:
             raise RuntimeError(failures[0])
 
+    def after_load(self) -> None:
+        """After the shards were given values by hand, frozen ones too, on all ranks: the weights are what they say."""
+        raise NotImplementedError
+
     @contextlib.contextmanager
     def whole(self) -> Iterator[None]:
         """Around reading or writing the module's weights by hand, on all ranks alike: inside they are whole, and what
@@ -133,6 +140,10 @@ class Sharded(Replica):
         for param in module.parameters(recurse=False):
             if param in self.bucket_of:
                 self.bucket_of[param].take_weights([param])
+            elif param not in self.others:
+                raise ValueError(
+                    "load_state_dict(assign=True) replaces parameters that a handle knows: use assign=False"
+                )
 
     def padding(self) -> str:
         """How the parameters are cut, for a person."""

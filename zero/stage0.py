@@ -43,6 +43,10 @@ class ZeRO0(Sharded):
         for bucket in self.buckets:
             bucket.take_masters()
 
+    def after_load(self) -> None:
+        """After the shards, which are whole here, were given values: the same."""
+        self.after_step()
+
 
 def wrap(
     module: nn.Module,

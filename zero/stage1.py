@@ -45,6 +45,10 @@ class ZeRO1(Sharded):
 
     def after_step(self) -> None:
         """After the optimizer: every rank has the weights that their owners have updated."""
+        gather([bucket for bucket in self.buckets if bucket.trained])
+
+    def after_load(self) -> None:
+        """After the shards were given values: every rank has the weights, frozen ones too."""
         gather(self.buckets)
 
 
@@ -53,9 +57,8 @@ def gather(buckets: Sequence[Bucket]) -> None:
     works = []
     for bucket in buckets:
         bucket.take_masters()
-        if bucket.trained:
-            work = comm.all_gather_single(bucket.weights, bucket.shard, group=bucket.group, async_op=True)  # [n]
-            works.append(work)
+        work = comm.all_gather_single(bucket.weights, bucket.shard, group=bucket.group, async_op=True)  # [n]
+        works.append(work)
     for work in works:
         work.wait()
 
@@ -77,7 +80,7 @@ def wrap(
 
     params: those to treat, default all of the module's, with its buffers. average: divide by the number of ranks, as
     PyTorch's DDP does (False: the sum, when the loss is already scaled by the whole batch's count). device: where
-    parameters on the meta device get memory and zeros; give their shards values and call `after_step`. mixed: the
+    parameters on the meta device get memory and zeros; give their shards values and call `after_load`. mixed: the
     working dtype, with float32 masters. host: where masters lie, and what the optimizer keeps (offload.py).
 
     Raises ValueError on every rank where models or settings differ, and for sparse or complex gradients.

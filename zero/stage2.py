@@ -78,6 +78,10 @@ class ZeRO2(Sharded):
 
     def after_step(self) -> None:
         """After the optimizer: every rank has the weights that their owners have updated."""
+        gather([bucket for bucket in self.buckets if bucket.trained])
+
+    def after_load(self) -> None:
+        """After the shards were given values: every rank has the weights, frozen ones too."""
         gather(self.buckets)
 
 

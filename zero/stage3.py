@@ -14,6 +14,7 @@ another order, layers in layers.
 """
 
 import contextlib
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -32,6 +33,7 @@ from zero.sharded import CAP, called, dealt, treated
 from zero.stage1 import gather
 from zero.stage2 import ZeRO2
 
+PLAIN = (int, float, str, bytes, type(None))
 LAYER = 1 << 62  # bytes of a bucket that holds all of a layer
 
 
@@ -43,7 +45,8 @@ class Layer:
 
 
 class ZeRO3(ZeRO2):
-    """The handle that `wrap` returns. All ranks run equally many forwards; a rank without rows runs an empty one.
+    """The handle that `wrap` returns. All ranks run equally many forwards; a rank without rows runs an empty one. Each
+    forward with gradients has one backward at most, or the same number of them on all ranks.
 
     Hooks tell the program where this rank has come to; the program calls `_enter` and `_leave` (program.py). Weights
     in no layer (`kept`) are whole, and are reduced and gathered as in stage 2.
@@ -52,13 +55,17 @@ class ZeRO3(ZeRO2):
     def __init__(self, module: nn.Module, *args: Any, layers: Sequence[Layer], kept: Sequence[Bucket], **more: Any):
         super().__init__(module, *args, **more)
         self.layers, self.kept = list(layers), list(kept)
-        self.program = Program(len(layers), self._enter, self._leave)
+        self.cut = [bucket for layer in layers for bucket in layer.buckets]
+        self.program = Program(len(layers), called(self._enter), called(self._leave))
+        self.module = weakref.ref(module)
         self.driven = False  # whether `unshard` and `reduce` are called from outside, and hooks keep still
-        module.register_forward_pre_hook(called(self._before_model))
-        module.register_state_dict_pre_hook(called(self._check_whole))
-        module.register_load_state_dict_pre_hook(called(self._check_whole))
-        for i, layer in enumerate(layers):
-            layer.module.register_forward_pre_hook(called(self._before_forward, i))
+        for part in module.modules():
+            part.register_state_dict_pre_hook(called(self._check_whole))
+            part.register_load_state_dict_pre_hook(called(self._check_whole))
+            part.register_state_dict_post_hook(called(self._on_state_dict))
+        module.register_forward_pre_hook(called(self._before_model), prepend=True)
+        for i, layer in enumerate(layers):  # before other hooks, which may read weights
+            layer.module.register_forward_pre_hook(called(self._before_forward, i), prepend=True)
             layer.module.register_forward_hook(called(self._after_forward, i))
 
     def _enter(self, i: int) -> None:
@@ -73,13 +80,20 @@ class ZeRO3(ZeRO2):
                     self.start(bucket)  # the gradient becomes [n/dp]
                 bucket.reshard()  # [n/dp]
 
-    def _before_model(self) -> None:
-        """A forward begins."""
-        if not self.driven:
+    def _before_model(self, module: nn.Module) -> None:
+        """A forward begins; not one of a copy of the module, which has our hooks as well."""
+        if not self.driven and module is self.module():
             self.program.begin(torch.is_grad_enabled())
 
-    def _before_forward(self, i: int) -> None:
+    def _before_forward(self, i: int, module: nn.Module) -> None:
         """Layer i is about to run."""
+        layer = self.layers[i]
+        if module is not layer.module:
+            return
+        if torch._C._current_graph_task_id() != -1:
+            raise RuntimeError(f"{layer.name} runs inside of a backward, as in recomputation: do that inside the layer")
+        if self.driven and not all(bucket.whole for bucket in layer.buckets):
+            raise RuntimeError(f"{layer.name} runs in shards: call `unshard` before, since it is called from outside")
         if not self.driven and (later := self.program.forward(i, torch.is_grad_enabled())) is not None:
             raise ValueError(
                 f"stage 3 gathers each layer once a forward, in one order, but {self.layers[i].name} runs after "
@@ -88,9 +102,17 @@ class ZeRO3(ZeRO2):
 
     def _after_forward(self, i: int, module: nn.Module, args: Any, output: Any) -> None:
         """Layer i has run. Its backward begins with the first of its outputs whose gradient is there."""
-        if self.driven:
+        layer = self.layers[i]
+        if self.driven or module is not layer.module:
             return
-        outputs = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+        leaves = tree_leaves(output)
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        own = {bucket.weights.data_ptr() for bucket in layer.buckets}
+        if any(tensor.untyped_storage().data_ptr() in own for tensor in tensors):
+            raise ValueError(f"{layer.name} returns its weights, which are freed now: leave it out of `layers`")
+        if leaves and not tensors and not all(isinstance(leaf, PLAIN) for leaf in leaves):
+            raise ValueError(f"{layer.name} returns a {type(leaves[0]).__name__}, whose tensors stage 3 does not find")
+        outputs = [tensor for tensor in tensors if tensor.requires_grad]
         if outputs:
             register_multi_grad_hook(outputs, called(self._before_backward, i), mode="any")
         self.program.leave()
@@ -102,8 +124,11 @@ class ZeRO3(ZeRO2):
 
     def _on_gradient(self, param: nn.Parameter) -> None:
         """Autograd has added to `p.grad`; it is reduced when the program leaves the layer, not before."""
-        if param.grad is not None:
-            self.bucket_of[param].collect(param)
+        if not self.bucket_of[param].whole:
+            raise RuntimeError(
+                "a weight was read when its layer did not run, as not a number: leave it out of `layers`"
+            )
+        super(ZeRO2, self)._on_gradient(param)
 
     def end_of_backward(self) -> None:
         """Complete the program, with backwards that this rank has not had, and reduce what is in no layer."""
@@ -114,21 +139,35 @@ class ZeRO3(ZeRO2):
 
     def after_step(self) -> None:
         """After the optimizer: shards are the masters, rounded; weights that stay whole are gathered."""
-        for bucket in self.buckets:
-            bucket.take_masters()
+        self._shard_again()
+        gather([bucket for bucket in self.kept if bucket.trained])
+
+    def after_load(self) -> None:
+        """After the shards were given values: the same, for frozen weights too."""
+        self._shard_again()
         gather(self.kept)
+
+    def _shard_again(self) -> None:
+        for bucket in self.cut:
+            bucket.take_masters()
+            if bucket.whole:  # somebody has gathered the weights of before
+                bucket.reshard()
 
     # -- from outside --------------------------------------------------------------------------------------------------
 
     def finish(self) -> None:
-        """As in every stage. What was driven from outside is driven by hooks again."""
+        """As in every stage. What was driven from outside is driven by hooks again, and in shards."""
         super().finish()
         self.driven = False
+        for bucket in self.cut:
+            if bucket.whole:
+                bucket.reshard()
 
     def unshard(self, module: nn.Module) -> None:
         """Gather the weights of the layers in `module`. From here on until `finish` hooks gather and reduce nothing:
         whoever calls this for a pipeline's parts of a step also calls `reshard` and `reduce`, alike on all ranks.
         """
+        self.program.complete()
         self.driven = True
         for bucket in self._within(module):
             bucket.unshard()
@@ -150,9 +189,12 @@ class ZeRO3(ZeRO2):
 
     @contextlib.contextmanager
     def whole(self) -> Iterator[None]:
-        """Around reading or writing the module's weights by hand, as in every stage."""
-        cut = [bucket for layer in self.layers for bucket in layer.buckets]
-        for bucket in cut:
+        """Around reading or writing the module's weights by hand, as in every stage. Views of them die at its end, a
+        state dict is a copy.
+        """
+        self.program.complete()
+        gathered = [bucket for bucket in self.cut if not bucket.whole]
+        for bucket in gathered:
             bucket.unshard()
         driven, self.driven = self.driven, True  # a forward inside gathers and frees nothing
         try:
@@ -160,14 +202,23 @@ class ZeRO3(ZeRO2):
                 yield
         finally:
             self.driven = driven
-            for bucket in cut:
+            for bucket in gathered:
                 bucket.reshard()
 
-    def _check_whole(self) -> None:
-        if not all(bucket.whole for bucket in self.buckets):
+    def _check_whole(self, module: nn.Module) -> None:
+        """A state dict of a part of the module is about to be made, or loaded."""
+        own = [self.bucket_of[param] for param in module.parameters(recurse=False) if param in self.bucket_of]
+        if not all(bucket.whole for bucket in own):
             raise RuntimeError(
                 "the weights are in shards: read and load them inside `with handle.whole():`, on all ranks"
             )
+
+    def _on_state_dict(self, module: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
+        """A state dict of a part of the module was made: it outlives the weights that it shows."""
+        cut = set(self.cut)
+        for name, param in module.named_parameters(recurse=False):
+            if self.bucket_of.get(param) in cut and prefix + name in state_dict:
+                state_dict[prefix + name] = state_dict[prefix + name].clone()
 
 
 def wrap(

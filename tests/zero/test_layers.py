@@ -60,14 +60,13 @@ def test_layers_by_choice():
     assert "tail.0.weight" in rest
 
 
-def test_a_layer_in_a_layer_owns_nothing():
-    """What two layers have can be freed with neither."""
+@pytest.mark.parametrize("chosen", [("blocks", "blocks.1"), ("tail.1", "tail"), ("head", "head")])
+def test_layers_in_layers_are_refused(chosen):
     model = Model()
-    chosen = named_layers(model, [model.blocks, model.blocks["1"]])
-    inside, rest = owned(model, dict(model.named_parameters()), chosen, threshold=0)
-    assert all(name.startswith("blocks.0") for name in inside[0])
-    assert not inside[1]
-    assert "blocks.1.out_proj.weight" in rest
+    layers = [model.get_submodule(name) for name in chosen]
+    inner, outer = max(chosen, key=len), min(chosen, key=len)
+    with pytest.raises(ValueError, match=f"layer {inner} is inside of layer {outer}: name one of them, once"):
+        named_layers(model, layers)
 
 
 def test_a_layer_of_another_model_is_refused():
