@@ -46,7 +46,7 @@ class ZeRO2(Sharded):
                 self.end_of_backward()
 
     def end_of_backward(self) -> None:
-        """Start the buckets that are left: those of which this rank used less than in the step before."""
+        """Start the buckets that are left: those of which this rank used less than any did in the two steps before."""
         for bucket in self._order()[self.started :]:
             self.start(bucket)
         self.started = 0
