@@ -11,7 +11,6 @@ runs, in turn with its competitors (turns.py). It reports and decides nothing: t
 
 import argparse
 import functools
-import importlib.util
 import math
 import os
 import sys
@@ -26,6 +25,7 @@ import torch
 from collectives import comparison, cost, p2p, runtime
 from collectives.competitors import BACKEND, MODULES, NODE, able, competitors, predicted
 from collectives.cost import Link, Topology
+from collectives.demo import no_figure
 from collectives.runtime import Runtime
 from collectives.turns import Case, Row
 
@@ -209,20 +209,6 @@ def _bus(found: World, point: Point, seconds: float) -> float:
     return cost.bus_bandwidth(point.collective, point.n, found.size, seconds)
 
 
-def _no_figure(path: Path) -> str:
-    """Why it could not be drawn into this file, "" if it can: asked before minutes are spent on what it shows."""
-    if not importlib.util.find_spec("matplotlib"):
-        return "--figure needs matplotlib, which is not installed: pip install matplotlib"
-    if path.suffix not in (".png", ".svg", ".pdf"):
-        return f"--figure {path}: its name must end in .png, .svg or .pdf"
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.touch()
-    except OSError as why:
-        return f"--figure {path} cannot be written: {why}"
-    return ""
-
-
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m collectives calibrate", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
@@ -235,7 +221,7 @@ def main(arguments: Sequence[str]) -> int:
         parser.error("it starts its own ranks: run it with python, not with torchrun")
     if options.rounds < 2 or min(options.ranks) < 2:
         parser.error("it takes at least 2 rounds and 2 ranks")
-    if why := options.figure and _no_figure(options.figure):
+    if why := options.figure and no_figure(options.figure):
         parser.error(why)
     worlds, sizes = [], SWEEP if options.figure else MESSAGES
     for size in options.ranks:

@@ -6,6 +6,7 @@ itself.
 """
 
 import argparse
+import importlib.util
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -38,6 +39,7 @@ class Demo:
     """The claims and times of a demo, on one rank."""
 
     run: Runtime
+    figure: Path | None = None  # the file of --figure, for rank 0 to draw
     part: str = ""  # whatever is recorded belongs to this part of the demo
     claims: list[Claim] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
@@ -86,9 +88,23 @@ def bytes_since(before: int | None) -> int | None:
     return None if now is None or before is None else now - before
 
 
-def main(work: Callable[[Runtime, Demo], None], *, ranks: int = 4) -> int:
+def no_figure(path: Path) -> str:
+    """Why nothing could be drawn into this file, "" if it can: asked before time is spent on what it shows."""
+    if not importlib.util.find_spec("matplotlib"):
+        return "--figure needs matplotlib, which is not installed: pip install matplotlib"
+    if path.suffix not in (".png", ".svg", ".pdf"):
+        return f"--figure {path}: its name must end in .png, .svg or .pdf"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    except OSError as why:
+        return f"--figure {path} cannot be written: {why}"
+    return ""
+
+
+def main(work: Callable[[Runtime, Demo], None], *, ranks: int = 4, figure: str = "") -> int:
     """Run a demo on the ranks of torchrun, or on local ranks started here; the exit status. Call it before anything
-    else is computed.
+    else is computed. figure: what it draws if asked to, "" for a demo without a picture.
     """
     parser = argparse.ArgumentParser(
         description=sys.modules[work.__module__].__doc__, formatter_class=argparse.RawTextHelpFormatter
@@ -99,13 +115,18 @@ def main(work: Callable[[Runtime, Demo], None], *, ranks: int = 4) -> int:
     parser.add_argument(
         "--timeout", type=float, default=60.0, help="seconds until a rank that waits for another gives up"
     )
+    if figure:
+        parser.add_argument("--figure", type=Path, help=f"draw {figure} into this .png, .svg or .pdf; needs matplotlib")
+    parser.set_defaults(figure=None)
     options = parser.parse_args()
     if options.ranks < 1:
         parser.error(f"--ranks {options.ranks} must be at least 1")
+    if why := options.figure and no_figure(options.figure):
+        parser.error(why)
 
     def rank_main() -> int:
         with runtime.start(timeout=options.timeout) as run:
-            demo = Demo(run)
+            demo = Demo(run, options.figure)
             work(run, demo)
             fine = demo.finish()
         return 0 if fine else 1

@@ -4,13 +4,15 @@ there and back.
 A pool hands out flat tensors and carries every copy, so that its counters hold both sides of the bargain: bytes that
 the device no longer keeps, and bytes and seconds that moving them takes. `Pool` is memory, pinned where the device is a
 GPU, for a copy from pageable memory waits for a second one inside the driver. `FilePool` is memory-mapped files: the
-kernel keeps in memory what it can and the disk has the rest.
+kernel keeps in memory what it can and the disk has the rest. Not counted: torch rounds a pinned block up to a power of
+two, and a file to the blocks of its disk.
 
 Ren et al. 2021, "ZeRO-Offload", and Rajbhandari et al. 2021, "ZeRO-Infinity", 6.3; lecture A, "CPU·NVMe Offload"
 (docs/notation.md), whose "it fits" and "it is fast" are the two counters. PyTorch's counterpart: pinned tensors and
 torch.from_file; DeepSpeed's: runtime/swap_tensor, with direct, asynchronous I/O past the kernel's cache, left out here.
 """
 
+import itertools
 import os
 import shutil
 import tempfile
@@ -47,7 +49,9 @@ class Level:
 
     def __init__(self) -> None:
         self.peak = 0
-        self._living: dict[int, int] = {}  # address -> bytes; no sum, which two threads could both be changing
+        self._living: dict[int, int] = {}  # bytes by number; no sum, which two threads could both be changing
+        self._numbers = itertools.count()
+        self._storages: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
 
     @property
     def now(self) -> int:
@@ -57,25 +61,26 @@ class Level:
     def add(self, tensor: Tensor, freed: Callable[[], object] = lambda: None) -> Tensor:
         """Count the tensor until nothing refers to its storage any more, then call `freed`. Returns the tensor."""
         storage = tensor.untyped_storage()
-        if address := storage.data_ptr():  # an empty tensor has none
-            self._living[address] = storage.nbytes()
-            self.peak = max(self.peak, self.now)
-            weakref.finalize(storage, self._remove, address, freed).atexit = False
+        number = next(self._numbers)
+        self._living[number] = storage.nbytes()
+        self._storages.add(storage)
+        self.peak = max(self.peak, self.now)
+        weakref.finalize(storage, self._remove, number, freed).atexit = False
         return tensor
 
-    def _remove(self, address: int, freed: Callable[[], object]) -> None:
-        del self._living[address]
+    def _remove(self, number: int, freed: Callable[[], object]) -> None:
+        del self._living[number]
         freed()
 
     def __contains__(self, tensor: Tensor) -> bool:
-        return tensor.untyped_storage().data_ptr() in self._living
+        return tensor.untyped_storage() in self._storages
 
 
 class Pool:
     """Host memory for what is computed with on `device`.
 
-    `host` counts the tensors handed out, `staged` the copies of them on the device, `moves` every copy since the pool
-    was made: subtract an earlier value for a step's. Copies may be made from several threads at once.
+    `host` counts the tensors handed out, `staged` what of them is on the device, `moves` every copy since the pool was
+    made: subtract an earlier value for a step's. Copies may be made from several threads at once.
     """
 
     def __init__(self, device: torch.device):
@@ -90,7 +95,7 @@ class Pool:
         return self.host.add(torch.empty(numel, dtype=dtype, pin_memory=self.device.type == "cuda"))
 
     def holds(self, tensor: Tensor) -> bool:
-        """Whether the tensor's memory is of this pool. An empty tensor has no memory."""
+        """Whether the tensor is one of this pool, or a view of one."""
         return tensor in self.host
 
     def stage(self, source: Tensor) -> Tensor:
@@ -143,29 +148,29 @@ class FilePool(Pool):
         super().__init__(device)
         self.folder = _new_folder(Path(folder))
         self._files: dict[Path, os.stat_result] = {}  # as they were made
-        self._named = 0
+        self._numbers = itertools.count()
         self._remove = weakref.finalize(self, _remove_folder, self.folder, os.getpid())
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """A flat tensor [numel] in a file of its own. Raises OSError when the disk has no room for all of it.
-
-        # The blocks are allocated now: a store to a mapped page that finds no block on a full disk ends the process by
-        # SIGBUS, which no `try` sees.
+        """A flat tensor [numel] in a file of its own; an empty one has none. Raises OSError, and leaves no file, when
+        the disk has no room for all of it.
         """
-        nbytes = numel * dtype.itemsize
-        if nbytes == 0:
-            return torch.empty(0, dtype=dtype)
-        path = self.folder / f"{self._named}"
-        self._named += 1
-        self._files[path] = _allocate(path, nbytes)
-        tensor = torch.from_file(str(path), shared=True, size=numel, dtype=dtype)
+        if numel == 0:
+            return self.host.add(torch.empty(0, dtype=dtype))
+        path = self.folder / str(next(self._numbers))
+        self._files[path] = _allocate(path, numel * dtype.itemsize)
+        try:
+            tensor = torch.from_file(str(path), shared=True, size=numel, dtype=dtype)
+        except RuntimeError:
+            self._forget(path)
+            raise
         return self.host.add(tensor, lambda: self._forget(path))
 
     def check(self) -> None:
         """Raises OSError if a file of a tensor is no longer there, is another one, or has another size: what would be
         read is lost, and reading past a file's end ends the process.
         """
-        for path, made in self._files.items():
+        for path, made in list(self._files.items()):
             try:
                 found = path.stat()
             except OSError as error:
@@ -201,7 +206,11 @@ def _new_folder(folder: Path) -> Path:
 
 
 def _allocate(path: Path, nbytes: int) -> os.stat_result:
-    """A new file with blocks for so many bytes, or no file."""
+    """A new file with blocks for so many bytes, or no file.
+
+    They are allocated now, since a store to a mapped page that finds no block left on a full disk ends the process by
+    SIGBUS, which no `try` sees.
+    """
     try:
         descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
         try:
@@ -211,8 +220,8 @@ def _allocate(path: Path, nbytes: int) -> os.stat_result:
             os.close(descriptor)
     except OSError as error:
         path.unlink(missing_ok=True)
-        remedy = "free some, choose another folder, or keep less there (more ranks, moments of fewer bytes)"
-        raise _explained(error, f"{path}: no room for {nbytes:,} bytes ({error.strerror})", remedy) from error
+        remedy = "make room, or choose another folder"
+        raise _explained(error, f"{path}: cannot allocate {nbytes:,} bytes ({error.strerror})", remedy) from error
 
 
 def _remove_folder(folder: Path, owner: int) -> None:

@@ -193,11 +193,13 @@ def materialize(param: nn.Parameter, device: torch.device) -> None:
 
 
 def point(param: nn.Parameter, memory: Tensor) -> None:
-    """Make `memory` what the parameter consists of; the object, its sharing and its declaration stay."""
+    """Make `memory` what the parameter consists of; the object, its sharing and its declaration stay. Whoever writes
+    to `memory` later changes the parameter behind autograd's back.
+    """
     if param.device == memory.device:
         param.data = memory
     else:  # which param.data = … refuses to change
-        real = nn.Parameter(memory.detach(), requires_grad=param.requires_grad)
+        real = nn.Parameter(memory.data, requires_grad=param.requires_grad)
         real.__dict__.update(param.__dict__)
         torch.utils.swap_tensors(param, real)
 

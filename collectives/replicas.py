@@ -55,6 +55,15 @@ class Replica:
         """
         raise NotImplementedError
 
+    @contextlib.contextmanager
+    def whole(self) -> Iterator[None]:
+        """Around reading or writing the module's weights by hand, on all ranks alike: inside they are whole."""
+        yield
+
+    def padding(self) -> str:
+        """How the parameters are cut, for a person: nothing, where none is."""
+        return ""
+
     def after_step(self) -> None:
         """After the optimizer: nothing, every rank has updated everything."""
 

@@ -97,8 +97,9 @@ class TrainConfig(_Strict):
 class ParallelConfig(_Strict):
     """Which strategy serves an axis."""
 
-    data: Literal["naive", "bucketed", "overlapped"] = "overlapped"  # gradients over dp, in three steps (ddp/)
-    cap: int = 25 << 20  # bytes of a gradient bucket; naive has none
+    # over dp: gradients in three steps (ddp/), or shards of optimizer state, gradients, weights (zero/)
+    data: Literal["naive", "bucketed", "overlapped", "zero1", "zero2", "zero3"] = "overlapped"
+    cap: int = 25 << 20  # bytes of a bucket; naive has none, zero3 one a layer
 
 
 @dataclass(frozen=True)

@@ -95,12 +95,12 @@ def describe(trainer: Trainer) -> list[str]:
     """What a run is, before its first step: mesh and rank map, model, data, and an uneven deal of rows."""
     config, run = trainer.config, trainer.run
     axes = " × ".join(f"{axis} {getattr(config.mesh, axis)}" for axis in AXES)
-    parameters = sum(param.numel() for param in trainer.handle.parameters())
+    owned = sum(param.numel() for param in trainer.handle.parameters())
     stream, held_out = trainer.train_stream, trainer.validation_stream
     lines = [
         f"{run.size} ranks, {run.backend} on {run.device.type}, {config.train.dtype}, mesh {axes}",
         *([trainer.mesh.grid.rank_map()] if run.size > 1 else []),
-        f"{parameters / 1e6:.2f} M parameters on this rank",
+        f"{owned / 1e6:.2f} M parameters on this rank{f' ({cut})' if (cut := trainer.handle.padding()) else ''}",
         f"{len(stream.tokens):,} training tokens in {len(stream.starts):,} documents, "
         f"{len(held_out.tokens):,} for validation",
         f"{config.train.batch} rows of {config.data.context} tokens a step, {config.train.steps} steps: "

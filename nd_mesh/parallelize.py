@@ -14,8 +14,12 @@ from ddp import bucketed, naive, overlapped
 from nd_mesh.config import Config
 from nd_mesh.mesh import Mesh
 from nd_mesh.model import GPT
+from zero import stage1, stage2, stage3
 
-DATA_STRATEGIES = {"naive": naive.wrap, "bucketed": bucketed.wrap, "overlapped": overlapped.wrap}
+DATA_STRATEGIES = {
+    **{"naive": naive.wrap, "bucketed": bucketed.wrap, "overlapped": overlapped.wrap},
+    **{"zero1": stage1.wrap, "zero2": stage2.wrap, "zero3": stage3.wrap},
+}
 
 
 def parallelize(model: GPT, config: Config, mesh: Mesh, device: torch.device) -> Replica:
@@ -32,8 +36,9 @@ def parallelize(model: GPT, config: Config, mesh: Mesh, device: torch.device) ->
     buckets = {"cap": config.parallel.cap} if wrap is not naive.wrap else {}
     handle = wrap(model, mesh.group("data"), average=False, device=device, **buckets)
 
-    # 3. Initial values: a function of the seed, the name and the box.
+    # 3. Initial values: a function of the seed, the name and the box. Each owner makes its own; then all have them.
     for param in handle.parameters():
         rng.fill(param, config.train.seed)
+    handle.after_step()
     layout.check(handle.parameters(), mesh.run.world)
     return handle

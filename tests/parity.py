@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from collectives import layout
+from collectives import comm, layout
 from collectives.runtime import Runtime
 from nd_mesh.config import Config, DataConfig, MeshConfig, ModelConfig, ParallelConfig, TrainConfig
 from nd_mesh.data import Stream
@@ -169,8 +169,22 @@ def built(run: Runtime, config: Config, documents: list[np.ndarray]) -> Trainer:
 
 
 def parameters(trainer: Trainer) -> dict[str, Tensor]:
-    """A copy of all values of this rank, by name."""
-    return {param.held.name: param.detach().cpu().clone() for param in trainer.handle.parameters()}
+    """A copy of the weights that this rank computes with, by name."""
+    with trainer.handle.whole():
+        return {param.held.name: param.detach().cpu().clone() for param in trainer.model.parameters()}
+
+
+def gradients(trainer: Trainer) -> dict[str, Tensor]:
+    """The whole gradient by name, put together from the boxes of all ranks; its own, where they are whole already."""
+    mine = [(param.held.name, param.held.boxes, param.grad.cpu()) for param in trainer.handle.parameters()]
+    if all(boxes == (layout.Box.whole(grad.shape),) for _, boxes, grad in mine):
+        return {name: grad.clone() for name, _, grad in mine}
+    whole = {}
+    for name, boxes, grad in itertools.chain(*comm.all_gather_object(mine, group=trainer.run.world)):
+        for box, part in zip(boxes, grad.split([box.numel for box in boxes]) if boxes else (), strict=True):
+            known = whole.setdefault(name, torch.full(box.shape, math.nan, dtype=grad.dtype))
+            known[box.slices(layout.Box.whole(box.shape))] = part.view(box.local)
+    return whole
 
 
 def one_step(trainer: Trainer, step: int, equal_bits: bool = True) -> Step:
@@ -179,7 +193,7 @@ def one_step(trainer: Trainer, step: int, equal_bits: bool = True) -> Step:
     loss, count, _ = trainer.gradients(step)
     if equal_bits:
         layout.check_copies(((param.held, param.grad) for param in params), trainer.run.world)
-    grads = {param.held.name: param.grad.cpu().clone() for param in params}
+    grads = gradients(trainer)
     norm, lr = trainer.update(step, count)
     return Step(loss, count, norm, grads, parameters(trainer), lr)
 

@@ -11,7 +11,8 @@ the sums to the shards. PyTorch's counterpart: FlatParameter of FSDP1. Left out:
 bucket by itself.
 """
 
-from collections.abc import Mapping, Set
+import math
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import replace
 
 import torch
@@ -54,7 +55,8 @@ class Bucket:
         values = self._values(device)
         self.weights = values if mixed is None else values.to(mixed.weights)
         self.shard = self.weights[self.own].clone() if sharded else self.weights[self.own]
-        for param, view in self._views(self.weights).items():
+        self.parts = self._views(self.weights)
+        for param, view in self.parts.items():
             layout.point(param, view)
         owned = zip(named.items(), self.partition.owned(part), strict=True)
         self.shards = [self._declared(name, param, piece) for (name, param), piece in owned]
@@ -125,12 +127,20 @@ class Bucket:
         if not self.whole:
             self.weights.untyped_storage().resize_(self.weights.nbytes)
             comm.all_gather_single(self.weights, self.shard, group=self.group)
+            for param, view in self.parts.items():
+                param.data = view
             self.whole = True
 
     def reshard(self) -> None:
-        """After: the weights have no memory; whoever reads them fails."""
+        """After: the weights have no memory, and the parameters read as not a number: memory that is gone would be read
+        at address 0.
+        """
         # IDEA: memory comes and goes under tensors that stay: parameters, and what autograd saved, are whole again.
         self.weights.untyped_storage().resize_(0)
+        value = math.nan if self.weights.is_floating_point() else 0
+        nothing = torch.full((), value, dtype=self.weights.dtype, device=self.weights.device)
+        for param in self.params:
+            param.data = nothing.expand(param.shape)
         self.whole = False
 
     def take_masters(self) -> None:
@@ -139,14 +149,17 @@ class Bucket:
             self.shard.copy_(self.masters if self.host is None else self.host.stage(self.masters))
 
     @torch.no_grad()
-    def take_weights(self) -> None:
-        """After somebody wrote the weights, which are whole: the shard is what they are, and so are the masters. A
+    def take_weights(self, params: Iterable[nn.Parameter]) -> None:
+        """After somebody wrote these weights, which are whole: the shard is what they are, and so are the masters. A
         master that rounds to its weight stays as it is.
         """
-        self.shard.copy_(self.weights[self.own])
-        if self.masters is not self.shard:
-            rounded = self.masters.to(self.shard)
-            self.masters.copy_(torch.where(rounded == self.shard, self.masters.to(self.shard.device), self.shard))
+        places = dict(zip(self.params, self.within, strict=True))
+        for where in map(places.__getitem__, params):
+            shard, masters = self.shard[where], self.masters[where]
+            shard.copy_(self.weights[self.own][where])
+            if self.masters is not self.shard:
+                on_device = masters.to(shard.device)
+                masters.copy_(torch.where(on_device.to(shard.dtype) == shard, on_device, shard))
 
     # -- gradients -----------------------------------------------------------------------------------------------------
 

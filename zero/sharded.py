@@ -9,6 +9,7 @@ Rajbhandari et al. 2019, "ZeRO", 5; PyTorch's counterpart: ZeroRedundancyOptimiz
 """
 
 import contextlib
+import inspect
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 
@@ -18,8 +19,12 @@ from torch import nn
 
 from collectives import comm
 from collectives.flat import deal
+from collectives.host import Pool
 from collectives.replicas import Replica, compared
 from zero.bucket import Bucket
+from zero.elementwise import check_elementwise
+from zero.mixed import Mixed
+from zero.optimizer import PieceByPiece
 
 CAP = 25 << 20  # bytes of a bucket's weights, as PyTorch's DDP has for its gradients
 
@@ -43,7 +48,8 @@ class Sharded(Replica):
         self.flying: Callable[[], None] | None = None  # what is left to do for the reduction under way
         self.watched: set[nn.Parameter] = set()
         self._watch()
-        module.register_load_state_dict_post_hook(called(self._on_load))
+        for part in module.modules():
+            part.register_load_state_dict_post_hook(called(self._on_load))
         self.equalize_buffers()
 
     def parameters(self) -> list[nn.Parameter]:
@@ -97,17 +103,36 @@ class Sharded(Replica):
         grads = [shard.grad for shard in self.parameters() if shard.grad is not None]
         return not self.largest([int(not all(grad.isfinite().all() for grad in grads))])[0]
 
+    def optimizer(self, inner: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        """What to step: `inner`, made for `parameters()`, or the same in pieces where precisions are mixed or state is
+        offloaded. Raises ValueError if it does not update each element by itself.
+        """
+        mixed, host = self.buckets[0].mixed, self.buckets[0].host
+        if mixed is None and host is None:
+            check_elementwise(inner)
+            return inner
+        return PieceByPiece(inner, moments=mixed and mixed.moments, pool=host, agree=self._agree_on_failure)
+
+    def _agree_on_failure(self, failure: str) -> None:
+        """Raise on every rank what any of them met in the optimizer's step: the weights are as before it on all."""
+        failures = [told for told in comm.all_gather_object(failure, group=self.group) if told]
+        if failures:
+            raise RuntimeError(failures[0])
+
     @contextlib.contextmanager
     def whole(self) -> Iterator[None]:
         """Around reading or writing the module's weights by hand, on all ranks alike: inside they are whole, and what
         was written is in the masters afterwards.
         """
         yield
-        self._on_load()
-
-    def _on_load(self) -> None:
         for bucket in self.buckets:
-            bucket.take_weights()
+            bucket.take_weights(bucket.params)
+
+    def _on_load(self, module: nn.Module) -> None:
+        """A part of the module has loaded a state dict into its own parameters."""
+        for param in module.parameters(recurse=False):
+            if param in self.bucket_of:
+                self.bucket_of[param].take_weights([param])
 
     def padding(self) -> str:
         """How the parameters are cut, for a person."""
@@ -152,14 +177,22 @@ def dealt(named: dict[str, nn.Parameter], cap: int) -> list[dict[str, nn.Paramet
 
 
 def treated(
-    module: nn.Module, group: dist.ProcessGroup, params: Sequence[nn.Parameter] | None, cap: int, **settings: object
+    module: nn.Module,
+    group: dist.ProcessGroup,
+    params: Sequence[nn.Parameter] | None,
+    cap: int,
+    *,
+    mixed: Mixed | None,
+    host: Pool | None,
+    **settings: object,
 ) -> tuple[dict[str, nn.Parameter], nn.Module | None]:
     """What a stage is to treat, as `compared` returns it. Raises ValueError on every rank for what it cannot."""
     if cap < 1:
         raise ValueError(f"a bucket of cap={cap} bytes holds nothing: give it at least 1")
-    named, buffered = compared(module, group, params=params, cap=cap, **settings)
+    settings |= {"cap": cap, "mixed": mixed, "host": type(host).__name__}
+    named, buffered = compared(module, group, params=params, **settings)
     whole_numbers = [name for name, param in named.items() if not param.is_floating_point()]
-    if settings.get("mixed") is not None and whole_numbers:
+    if mixed is not None and whole_numbers:
         raise ValueError(f"{whole_numbers[0]} is {named[whole_numbers[0]].dtype}: no weight in mixed precision")
     return named, buffered
 
@@ -168,7 +201,7 @@ def called(method: Callable, *first: object) -> Callable:
     """A hook that calls the method of a handle for as long as the handle lives: with `first`, and as many of the hook's
     own arguments as it takes.
     """
-    weak, count = weakref.WeakMethod(method), method.__code__.co_argcount - 1 - len(first)
+    weak, count = weakref.WeakMethod(method), len(inspect.signature(method).parameters) - len(first)
 
     def hook(*args: object) -> None:
         if (alive := weak()) is not None:

@@ -56,7 +56,7 @@ def wrap(
     host: Pool | None = None,
 ) -> ZeRO0:
     """Make `module` data parallel over `group`, as stage1.wrap does, with nothing cut."""
-    named, buffered = treated(module, group, params, cap, average=average, mixed=mixed)
+    named, buffered = treated(module, group, params, cap, stage=0, average=average, mixed=mixed, host=host)
     made = {"parts": 1, "device": device, "mixed": mixed, "host": host}
     buckets = [Bucket(members, group, **made) for members in dealt(named, cap)]
     return ZeRO0(module, list(named.values()), buffered, buckets, group, average=average)

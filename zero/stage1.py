@@ -82,7 +82,7 @@ def wrap(
 
     Raises ValueError on every rank where models or settings differ, and for sparse or complex gradients.
     """
-    named, buffered = treated(module, group, params, cap, average=average, mixed=mixed)
+    named, buffered = treated(module, group, params, cap, stage=1, average=average, mixed=mixed, host=host)
     made = {"parts": group.size(), "device": device, "mixed": mixed, "host": host}
     buckets = [Bucket(members, group, **made) for members in dealt(named, cap)]
     return ZeRO1(module, list(named.values()), buffered, buckets, group, average=average)

@@ -2,8 +2,9 @@
 freed; what stays is the range that this rank owns.
 
 A step: during backward a reduce_scatter a bucket; the update; an all_gather a bucket. The bytes of stage 1, and beside
-backward. Memory a parameter: 2 + (2 + K)/P bytes; for a moment the bucket that fills, and the one under way with what
-arrives for it. To keep no full gradient, every microbatch is reduced: k of them send (k+1)n(P-1)/P.
+backward. Memory a parameter: 2 + (2 + K)/P bytes; for a moment the bucket that fills, with the gradient that is about
+to be moved there, and the one under way with what arrives for it; from the second microbatch on a new sum beside the
+old. To keep no full gradient, every microbatch is reduced: k of them send (k+1)n(P-1)/P.
 
 Buckets start in one fixed order on all ranks, whatever a rank's backward reaches first or never. One that is complete
 early waits for those before it; the end of a microbatch starts what is left. Rajbhandari et al. 2019, "ZeRO", 5.2;
@@ -96,7 +97,7 @@ def wrap(
 
     overlap: False waits for each reduction where it starts; no bit depends on it.
     """
-    named, buffered = treated(module, group, params, cap, average=average, mixed=mixed)
+    named, buffered = treated(module, group, params, cap, stage=2, average=average, mixed=mixed, host=host)
     made = {"parts": group.size(), "device": device, "mixed": mixed, "host": host}
     buckets = [Bucket(members, group, **made) for members in dealt(named, cap)]
     return ZeRO2(module, list(named.values()), buffered, buckets, group, average=average, overlap=overlap)

@@ -1,5 +1,6 @@
 """A run does not depend on the mesh: data parallel training against one independent process, in float64."""
 
+import contextlib
 from dataclasses import replace
 from unittest import mock
 
@@ -46,8 +47,25 @@ def not_reduced(chosen):
     return mock.patch.object(comm, "all_reduce", all_reduce)
 
 
+def not_scattered():
+    """The reduce_scatters leave every rank its own piece of its own input."""
+
+    def reduce_scatter_single(output, whole, *args, group, **more):
+        output.copy_(whole.chunk(group.size())[group.rank()])
+        return Handle([])
+
+    return mock.patch.object(comm, "reduce_scatter_single", reduce_scatter_single)
+
+
+@contextlib.contextmanager
+def gradients_not_reduced():
+    """By whichever collective it is that would reduce them."""
+    with not_reduced(lambda tensor: tensor.is_floating_point() and tensor.numel() > 1), not_scattered():
+        yield
+
+
 FAULTS = {
-    "gradients not reduced": lambda: not_reduced(lambda tensor: tensor.is_floating_point() and tensor.numel() > 1),
+    "gradients not reduced": gradients_not_reduced,
     "count not reduced": lambda: not_reduced(lambda tensor: tensor.dim() == 0 and not tensor.is_floating_point()),
     "a mean for the sum": lambda: mock.patch.object(comm, "SUM", comm.AVG),
 }

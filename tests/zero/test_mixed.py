@@ -251,7 +251,6 @@ def loaded_by_parts(run, wrap):
     return model.second.weight.detach().float()
 
 
-@pytest.mark.xfail(strict=True, reason="only the load of the whole module is noticed; the next update undoes it")
 @pytest.mark.parametrize("stage", ["stage 0", "stage 1", "stage 2"])
 def test_masters_follow_what_is_loaded_into_a_part(pool, stage):
     for weight in pool.run(2, loaded_by_parts, STAGES[stage]):
