@@ -242,18 +242,23 @@ def test_masters_follow_what_is_loaded(pool, wrap):
         assert all(torch.equal(whole[name], value.bfloat16()) for name, value in new.items())
 
 
-def loaded_by_parts(run, wrap):
-    """load_state_dict of one layer, without the module above it knowing; then an update by nothing."""
+def loaded_outside(run, wrap, whole):
+    """load_state_dict outside of `whole`, of the module or of one layer of it; then an update by nothing."""
     model = Dense()
     handle = wrap(model, run.world, mixed=Mixed())
-    model.second.load_state_dict({"weight": torch.full((3, 7), 1 / 3), "bias": torch.zeros(3)})
+    state = {"weight": torch.full((3, 7), 1 / 3), "bias": torch.zeros(3)}
+    if whole:
+        model.load_state_dict(model.state_dict() | {f"second.{name}": value for name, value in state.items()})
+    else:
+        model.second.load_state_dict(state)
     handle.after_step()
     return model.second.weight.detach().float()
 
 
+@pytest.mark.parametrize("whole", [True, False])
 @pytest.mark.parametrize("stage", ["stage 0", "stage 1", "stage 2"])
-def test_masters_follow_what_is_loaded_into_a_part(pool, stage):
-    for weight in pool.run(2, loaded_by_parts, STAGES[stage]):
+def test_masters_follow_what_is_loaded_outside_of_whole(pool, stage, whole):
+    for weight in pool.run(2, loaded_outside, STAGES[stage], whole):
         assert weight.eq(torch.tensor(1 / 3).bfloat16().float()).all()
 
 

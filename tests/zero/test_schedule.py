@@ -130,6 +130,30 @@ def test_stage_2_does_not_wait_for_what_was_not_used_in_the_step_before(pool):
         assert told == [f"{first}, {gathers}", f"{second}, {gathers}"]
 
 
+def thawed(run, wrap):
+    """What happens in each of three steps; layer 2 trains from the second on."""
+    model = Chain()
+    model.layers[2].requires_grad_(False)
+    handle, told = wrap(model, run.world, cap=1), []
+    names = {size: i for i, size in enumerate(SIZES)}
+    for step in range(3):
+        model.layers[2].requires_grad_(step > 0)
+        with recording() as recorder:
+            x = torch.tensor(0.1, dtype=F64, requires_grad=True)
+            model(x, (0, 1, 2), recorder.calls).backward()
+            recorder.calls.append("finish")
+            handle.finish()
+        told.append(recorder.told(names))
+    return told
+
+
+def test_a_bucket_that_is_unfrozen_takes_part_beside_backward_from_the_next_step_on(pool):
+    """Frozen parameters are dealt last, so their bucket starts last."""
+    frozen = f"{FORWARD}, backward 2, backward 1, reduce 1, backward 0, reduce 0, finish"
+    for told in pool.run(2, thawed, stage2.wrap):
+        assert told == [frozen, f"{frozen}, reduce 2", frozen.replace("reduce 0", "reduce 0, reduce 2")]
+
+
 def collectives(told):
     return [word for word in told.split(", ") if word.startswith(("gather", "reduce", "sum"))]
 
