@@ -154,6 +154,32 @@ def test_a_bucket_that_is_unfrozen_takes_part_beside_backward_from_the_next_step
         assert told == [frozen, f"{frozen}, reduce 2", frozen.replace("reduce 0", "reduce 0, reduce 2")]
 
 
+def frozen_layer(run, wrap):
+    """The collectives of a step in which layer 1 is frozen."""
+    model = Chain()
+    model.layers[1].requires_grad_(False)
+    handle = wrap(model, run.world, cap=1)
+    with recording() as recorder:
+        model(torch.tensor(0.1, dtype=F64, requires_grad=True), (0, 1, 2), []).backward()
+        handle.finish()
+        handle.after_step()
+    return recorder.told({size: i for i, size in enumerate(SIZES)})
+
+
+@pytest.mark.parametrize(
+    ("stage", "expected"),
+    [
+        ("stage 0", "sum 2, sum 0"),
+        ("stage 1", "reduce 2, reduce 0, gather 2, gather 0"),
+        ("stage 2", "reduce 2, reduce 0, gather 2, gather 0"),
+        ("stage 3", "gather 0, gather 1, gather 2, gather 2, reduce 2, gather 1, gather 0, reduce 0"),
+    ],
+)
+def test_what_is_frozen_is_not_reduced(pool, stage, expected):
+    """Nor gathered, but where it is cut."""
+    assert pool.run(2, frozen_layer, STAGES[stage]) == [expected] * 2
+
+
 def collectives(told):
     return [word for word in told.split(", ") if word.startswith(("gather", "reduce", "sum"))]
 
