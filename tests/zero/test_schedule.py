@@ -106,6 +106,17 @@ def test_launches(pool, ranks, stage, cap):
         assert told == [SCHEDULES[stage, cap]] * 2
 
 
+def test_launches_of_what_stays_whole(pool):
+    """Stage 3 treats it as stage 2 does, but after backward."""
+    wrap = functools.partial(stage3.wrap, cap=1, threshold=40)
+    expected = (
+        "forward 0, forward 1, forward 2, gather 2, free 2, backward 2, gather 2, backward 1, backward 0, finish, "
+        f"reduce 2, free 2, reduce 1, reduce 0, {USED}, gather 1, gather 0"
+    )
+    for told, _ in pool.run(2, steps_of, wrap, [(0, 1, 2)] * 2):
+        assert told == [expected] * 2
+
+
 QUIET = {
     "stage 0": f"{FORWARD}, backward 2, backward 1, backward 0, microbatch, ",
     "stage 1": f"{FORWARD}, backward 2, backward 1, backward 0, microbatch, ",
