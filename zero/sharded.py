@@ -129,7 +129,7 @@ class Sharded(Replica):
     @contextlib.contextmanager
     def whole(self) -> Iterator[None]:
         """Around reading or writing the module's weights by hand, on all ranks alike: inside they are whole, and what
-        was written is in the masters afterwards.
+        was written is in the masters afterwards. Not between an optimizer's step and `after_step`, which it undoes.
         """
         yield
         for bucket in self.buckets:
