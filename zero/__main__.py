@@ -201,9 +201,8 @@ def memory(run: Runtime, show: Demo, stage: int) -> list[float]:
             for part, nbytes, share in zip(PARTS[:3], each, shares, strict=False):
                 formula = f"{nbytes}(N + padding)" + ("/P" if share > 1 else "")
                 show.claim(f"  {part}", formula, nbytes * (numel + padding) / share, found[part])
-            formula = f"{each[3]}N" + (
-                "/P" if shares[3] > 1 else ""
-            )  # of what this rank has of the padding there is none
+            # of what this rank has of the padding there is none
+            formula = f"{each[3]}N" + ("/P" if shares[3] > 1 else "")
             show.claim("  moments", formula, whole[3], found["moments"], allowed=each[3] * padding)
             drawn = [found[part] / numel for part in PARTS]
     return drawn
@@ -257,7 +256,8 @@ def offload(run: Runtime, show: Demo) -> None:
     expected: list[Tensor] = []
     with tempfile.TemporaryDirectory() as folder:
         pools = {
-            **{"none": lambda: None, "in host memory": lambda: Pool(run.device)},
+            "none": lambda: None,
+            "in host memory": lambda: Pool(run.device),
             "in files": lambda: FilePool(folder, run.device),
         }
         for place, make in pools.items():

@@ -55,8 +55,8 @@ class Bucket:
         values = self._values(device)
         self.weights = values if mixed is None else values.to(mixed.weights)
         self.shard = self.weights[self.own].clone() if sharded else self.weights[self.own]
-        self.parts = self._views(self.weights)
-        for param, view in self.parts.items():
+        self.weight_views = self._views(self.weights)
+        for param, view in self.weight_views.items():
             layout.point(param, view)
         owned = zip(named.items(), self.partition.owned(part), strict=True)
         self.shards = [self._declared(name, param, piece) for (name, param), piece in owned]
@@ -72,7 +72,7 @@ class Bucket:
         if sharded:
             self.reshard()
         self.full: Tensor | None = None
-        self.rooms: dict[nn.Parameter, Tensor] = {}
+        self.grad_views: dict[nn.Parameter, Tensor] = {}
         self.sum: Tensor | None = None
         self.begun = False  # whether `sum` is of the step under way, and not of the one before
         self.arrived: set[nn.Parameter] = set()  # whose gradient is in `full`
@@ -131,7 +131,7 @@ class Bucket:
         if not self.whole:
             self.weights.untyped_storage().resize_(self.weights.nbytes)
             comm.all_gather_single(self.weights, self.shard, group=self.group)
-            for param, view in self.parts.items():
+            for param, view in self.weight_views.items():
                 param.data = view
             self.whole = True
 
@@ -172,7 +172,7 @@ class Bucket:
         if param.grad.layout != torch.strided:
             raise ValueError(f"a parameter of shape {list(param.shape)} has a sparse gradient: sparse=False")
         self._begin()
-        view = self._rooms()[param]
+        view = self._grad_views()[param]
         with torch.no_grad():  # backward(create_graph=True) runs hooks with gradients on
             view.add_(param.grad) if param in self.arrived else view.copy_(param.grad)
         param.grad = None
@@ -185,21 +185,21 @@ class Bucket:
         return self.expected <= self.arrived
 
     def pack(self) -> Tensor:
-        """`full`, ready to be reduced: with what nobody has collected yet, and zeros for what did not come."""
+        """`full`, ready to be reduced: with what nobody has collected yet, and zeros for what did not come. Padding is
+        what it is: its sums belong to no shard.
+        """
         self._begin()
-        for param, view in self._rooms().items():
+        for param, view in self._grad_views().items():
             if param.grad is not None:
                 self.collect(param)
             elif param not in self.arrived:
                 view.zero_()
-        for gap in self.partition.gaps:
-            self.full[gap].zero_()
         self.arrived.clear()
         return self.full
 
     def free(self) -> None:
         """Let go of the full gradient."""
-        self.full, self.rooms = None, {}
+        self.full, self.grad_views = None, {}
 
     def add(self, reduced: Tensor) -> None:
         """Add this rank's range of a gradient of all rows to the step's sum."""
@@ -229,10 +229,10 @@ class Bucket:
                 if shard.grad is not None:
                     self.sum[where] = shard.grad
 
-    def _rooms(self) -> dict[nn.Parameter, Tensor]:
+    def _grad_views(self) -> dict[nn.Parameter, Tensor]:
         """Each parameter's part of `full`, which is allocated where it is not there."""
         if self.full is None:
             dtype = self.mixed.gradients if self.mixed else self.weights.dtype
             self.full = torch.empty(self.partition.padded, dtype=dtype, device=self.weights.device)
-            self.rooms = self._views(self.full)
-        return self.rooms
+            self.grad_views = self._views(self.full)
+        return self.grad_views

@@ -7,7 +7,7 @@ multiplies matrices: on a shard they compute something else, without an error, a
 So the optimizer is tried, instead of its name being looked up: the same class with the same settings steps a small
 matrix whole and, flat, in pieces, each piece on its own; the two must agree to rounding in float64.
 
-Rajbhandari et al. 2020, "ZeRO", 5.1, assumes it unsaid; DeepSpeed has a list of names (zero_allow_untested_optimizer),
+Rajbhandari et al. 2019, "ZeRO", 5.1, assumes it unsaid; DeepSpeed has a list of names (zero_allow_untested_optimizer),
 PyTorch's ZeroRedundancyOptimizer gives whole tensors to ranks instead. Left out: what happens only after more steps
 than are tried, and optimizers that could say which sums over a tensor they need.
 """

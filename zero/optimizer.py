@@ -6,7 +6,7 @@ What the step needs only for a moment, a gradient in float32, moments of bfloat1
 what lies on the host, is then the size of a piece, not of the model.
 
 Memory of a parameter with AdamW: 4 bytes master and 4 + 4 of moments; 4 + 2 + 2 with moments in bfloat16. Rajbhandari
-et al. 2020, "ZeRO", 3.1 (K = 12); the pieces are those of ZeRO-Infinity, see offload.py. Lecture A, "ZeRO"
+et al. 2019, "ZeRO", 3.1 (K = 12); the pieces are those of ZeRO-Infinity, see offload.py. Lecture A, "ZeRO"
 (docs/notation.md). PyTorch's counterpart: ZeroRedundancyOptimizer, which wraps a class instead and steps tensors whole.
 Left out: stochastic rounding. To nearest, a bfloat16 number does not change by less than 1/512 of itself, so with
 beta2 = 0.999 a second moment never decays; with 0.995 it does (DeepSeek-V3, whose moments are bfloat16, has 0.95).
@@ -24,6 +24,12 @@ from collectives.host import Pool
 from zero.elementwise import check_elementwise
 from zero.offload import Offload
 from zero.pieces import Part, cut_pieces, is_elementwise, keep_settings, stand_ins, step_alone
+
+UNTOUCHED = "Nothing has changed on any rank: weights, masters and state are those before the step"
+MIDWAY = (
+    "The step ended midway: the module still has its weights from before it, but masters and state may be partly new; "
+    "load a checkpoint"
+)
 
 
 @dataclass(frozen=True)
@@ -43,8 +49,9 @@ class PieceByPiece(torch.optim.Optimizer):
     inner: built on this rank's shards, flat tensors, some perhaps empty. piece: elements stepped at a time. moments:
     the dtype in which floating state with an element for each of the shard's is kept; it is computed in the shard's.
     pool: host memory, in which the state is kept. What lies there, state, shards, gradients, is staged on the pool's
-    device, at most three pieces at a time; what does not is used where it lies. agree: called at the end of every step
-    with a pool, with an empty text or this rank's error; it raises on all ranks if one has failed.
+    device, at most three pieces at a time; what does not is used where it lies. agree: called twice a step with
+    a pool, before anything moves and at the end, with an empty text or this rank's error; it raises on all ranks if one
+    has failed.
 
     `state[shard]` is {kind: flat tensor of the shard's size, or a number}. Raises ValueError if `inner` needs whole
     tensors (zero/elementwise.py) or a shard is not flat.
@@ -202,31 +209,28 @@ class PieceByPiece(torch.optim.Optimizer):
                 self.state[shard][kind] = value
 
     def _step_in_agreement(self) -> None:
+        """Nothing moves on any rank before all have seen that nothing is in the way on theirs."""
+        pieces = self._pieces()
+        before = {part.shard: part.state for piece in pieces for part in piece}
         try:
-            self._step_offloaded()
-        except Exception as error:
-            self.agree(str(error))
+            self._agreed(lambda: self._prepare(pieces), UNTOUCHED)
+        except Exception:
+            self.state.update(before)  # room that was reserved here is given back
             raise
+        self._agreed(lambda: self.offload.run(pieces, self._read, self._computed, self._write), MIDWAY)
+
+    def _agreed(self, work: Callable[[], None], what_holds: str) -> None:
+        try:
+            work()
+        except Exception as error:
+            told = f"{error}. {what_holds}"
+            self.agree(told)
+            raise RuntimeError(told) from error
         self.agree("")
 
-    def _step_offloaded(self) -> None:
-        pieces = self._pieces()
-        parts = [part for piece in pieces for part in piece]
-        try:
-            self.pool.check()
-            self._reserve([part for part in parts if part.start == 0 and not part.state])
-        except Exception as error:
-            self.state.update({part.shard: part.state for part in parts})
-            raise RuntimeError(
-                f"{error}. Nothing has changed: weights, masters and state are those before the step"
-            ) from error
-        try:
-            self.offload.run(pieces, self._read, self._computed, self._write)
-        except Exception as error:
-            raise RuntimeError(
-                f"{error}. The step ended midway: the module still has its weights from before it, but masters and "
-                f"state may be partly new; load a checkpoint"
-            ) from error
+    def _prepare(self, pieces: list[list[Part]]) -> None:
+        self.pool.check()
+        self._reserve([part for piece in pieces for part in piece if part.start == 0 and not part.state])
 
     def _computed(self, staged: list[Staged]) -> list[tuple[Tensor, Tensor]]:
         """A step of a piece, whose results count as staged: state as it is computed may be wider than as it is kept."""

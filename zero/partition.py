@@ -18,7 +18,7 @@ class Partition:
     """A row of parameters with these numbers of elements, cut into `parts` equal ranges. All numbers are elements.
 
     align: each parameter starts at a multiple of this. starts: where they start. length: of a range. padded: of the
-    row, parts · length. numel: of the parameters. gaps: what belongs to no parameter.
+    row, parts · length. numel: of the parameters.
     """
 
     def __init__(self, sizes: Sequence[int], parts: int, align: int = 1):
@@ -28,9 +28,6 @@ class Partition:
         # IDEA: the row is cut, not the parameters: all ranges are equal, whatever the sizes are.
         self.length = -(-max(ends, default=0) // parts)
         self.padded = parts * self.length
-        self.gaps = [
-            slice(end, start) for end, start in zip(ends, [*self.starts[1:], self.padded], strict=True) if start > end
-        ]
 
     @property
     def padding(self) -> int:

@@ -15,11 +15,12 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from collectives import comm
 from collectives.flat import deal
 from collectives.host import Pool
+from collectives.p2p import Handle
 from collectives.replicas import Replica, compared
 from zero.bucket import Bucket
 from zero.elementwise import check_elementwise
@@ -45,7 +46,7 @@ class Sharded(Replica):
         super().__init__(params, buffered, group, average=average)
         self.buckets = list(buckets)
         self.bucket_of = {param: bucket for bucket in self.buckets for param in bucket.params}
-        self.flying: Callable[[], None] | None = None  # what is left to do for the reduction under way
+        self.under_way: tuple[Handle, Bucket, Tensor] | None = None  # the one reduction, and where it arrives
         self.watched: set[nn.Parameter] = set()
         self.others = set(module.parameters()) - self.bucket_of.keys()  # not ours to treat
         self._agree_on_failure(next((bucket.failure for bucket in self.buckets if bucket.failure), ""))
@@ -70,7 +71,7 @@ class Sharded(Replica):
         A gradient that the optimizer did not zero is added to, as autograd does.
         """
         self.end_of_backward()
-        self.settle()
+        self.wait()
         used = self._agree()
         for bucket in self.buckets:
             bucket.hand_out(used)
@@ -78,27 +79,22 @@ class Sharded(Replica):
         self._watch()
 
     def end_of_backward(self) -> None:
-        """Every gradient of the microbatches so far has been made: reduce what is to be reduced now."""
-        raise NotImplementedError
+        """Every gradient of the microbatches so far has been made. Under no_sync nothing happens, `finish` reduces."""
+        if self.syncing:
+            for bucket in self.buckets:
+                if bucket.trained:
+                    self.start(bucket)
 
     def start(self, bucket: Bucket) -> None:
-        """Start to reduce a bucket's gradient, `fly`ing."""
+        """Wait for the reduction that is under way, and start that of a bucket's gradient."""
         raise NotImplementedError
 
-    def fly(self, work: comm.Handle, arrived: Callable[[], None]) -> None:
-        """A reduction is under way; `arrived` is called when it is there."""
-
-        def land() -> None:
+    def wait(self) -> None:
+        """Wait for the reduction that is under way, and add what it brings."""
+        if self.under_way is not None:
+            (work, bucket, reduced), self.under_way = self.under_way, None
             work.wait()
-            arrived()
-
-        self.flying = land
-
-    def settle(self) -> None:
-        """Wait for the reduction that is under way."""
-        land, self.flying = self.flying, None
-        if land is not None:
-            land()
+            bucket.add(reduced)
 
     @torch.no_grad()
     def finite(self) -> bool:
@@ -118,9 +114,10 @@ class Sharded(Replica):
 
     def _agree_on_failure(self, failure: str) -> None:
         """Raise on every rank what any of them met in the optimizer's step: the weights are as before it on all."""
-        failures = [told for told in comm.all_gather_object(failure, group=self.group) if told]
-        if failures:
-            raise RuntimeError(failures[0])
+        ranks = dist.get_process_group_ranks(self.group)
+        told = zip(ranks, comm.all_gather_object(failure, group=self.group), strict=True)
+        if failures := [f"rank {rank}: {text}" for rank, text in told if text]:
+            raise RuntimeError("; ".join(failures))
 
     def after_load(self) -> None:
         """After the shards were given values by hand, frozen ones too, on all ranks: the weights are what they say."""
@@ -175,7 +172,7 @@ class Sharded(Replica):
                 if not bucket.trained:  # frozen so far
                     bucket.train()
                 self.start(bucket)
-                self.settle()
+                self.wait()
         return {param for param, anywhere in zip(self.params, answers, strict=False) if anywhere}
 
 

@@ -23,20 +23,13 @@ from zero.sharded import CAP, Sharded, dealt, treated
 class ZeRO0(Sharded):
     """The handle that `wrap` returns."""
 
-    def end_of_backward(self) -> None:
-        """Under no_sync nothing happens; `finish` reduces all buckets."""
-        if self.syncing:
-            for bucket in self.buckets:
-                if bucket.trained:
-                    self.start(bucket)
-
     def start(self, bucket: Bucket) -> None:
         """Start to add up the gradients of a bucket, in place."""
         full = bucket.pack()  # [n] {+dp}
-        self.settle()
+        self.wait()
         # IDEA: all ranks get the whole sum, so all of them can make the whole update.
         work = comm.all_reduce(full, self.op, group=self.group, async_op=True, ordered=True)  # [n]
-        self.fly(work, lambda: bucket.add(full))
+        self.under_way = work, bucket, full
 
     def after_step(self) -> None:
         """After the optimizer: the weights are the masters, rounded."""

@@ -27,21 +27,14 @@ from zero.sharded import CAP, Sharded, dealt, treated
 class ZeRO1(Sharded):
     """The handle that `wrap` returns."""
 
-    def end_of_backward(self) -> None:
-        """Under no_sync nothing happens; `finish` reduces all buckets."""
-        if self.syncing:
-            for bucket in self.buckets:
-                if bucket.trained:
-                    self.start(bucket)
-
     def start(self, bucket: Bucket) -> None:
         """Start to bring each rank the sum of its range of a bucket, in place; the rest of `full` is of no use then."""
         full = bucket.pack()  # [n] {+dp}
         own = full[bucket.own]
-        self.settle()
+        self.wait()
         # IDEA: a gradient is added up where its weight is updated, and nowhere else.
         work = comm.reduce_scatter_single(own, full, self.op, group=self.group, async_op=True, ordered=True)  # [n/dp]
-        self.fly(work, lambda: bucket.add(own))
+        self.under_way = work, bucket, own
 
     def after_step(self) -> None:
         """After the optimizer: every rank has the weights that their owners have updated."""

@@ -55,11 +55,9 @@ class ZeRO2(Sharded):
         return [bucket for bucket in self.buckets if bucket.trained]
 
     def _on_gradient(self, param: nn.Parameter) -> None:
-        """Autograd has added to `p.grad`. It stays there for the next reduction if its bucket has started."""
-        bucket, order = self.bucket_of[param], self._order()
-        if param.grad is None or bucket not in order[self.started :]:
-            return
-        bucket.collect(param)
+        """Autograd has added to `p.grad`. One for a bucket that has started goes with the next microbatch."""
+        super()._on_gradient(param)
+        order = self._order()
         # IDEA: a bucket that is full is reduced at once, and its full gradient is gone before the next one is full.
         while self.started < len(order) and order[self.started].complete:
             self.start(order[self.started])
@@ -69,12 +67,12 @@ class ZeRO2(Sharded):
         """Start to bring each rank the sum of its range of a bucket."""
         full = bucket.pack()  # [n] {+dp}
         own = torch.empty_like(bucket.shard, dtype=full.dtype)
-        self.settle()
+        self.wait()
         work = comm.reduce_scatter_single(own, full, self.op, group=self.group, async_op=True, ordered=True)  # [n/dp]
         bucket.free()  # from now on it is the work's: the next microbatch may fill another one meanwhile
-        self.fly(work, lambda: bucket.add(own))
+        self.under_way = work, bucket, own
         if not self.overlap:
-            self.settle()
+            self.wait()
 
     def after_step(self) -> None:
         """After the optimizer: every rank has the weights that their owners have updated."""

@@ -12,8 +12,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from collectives import comm
-from collectives.host import FilePool
-from zero import boxed, stage0, stage1, stage2, stage3
+from collectives.host import FilePool, Pool
+from zero import Mixed, boxed, stage0, stage1, stage2, stage3
 
 WRAP = (stage0.wrap, stage1.wrap, stage2.wrap, stage3.wrap)
 ROWS = torch.arange(12.0).view(4, 3) / 7
@@ -112,6 +112,64 @@ def full_at_wrap(run, folder):
 def test_a_full_disk_at_wrap_is_told_on_every_rank(pool, tmp_path):
     [told] = set(pool.run(3, full_at_wrap, Path(tmp_path), timeout=10.0))
     assert "No space left on device" in told and "make room" in told
+
+
+def trained_with(run, stage, place, folder):
+    """The weights after two steps in mixed precision, masters and moments in this place."""
+    host = {"device": lambda: None, "memory": lambda: Pool(run.device), "files": lambda: FilePool(folder, run.device)}
+    model = chain(run.rank)
+    handle = WRAP[stage](model, run.world, cap=1, mixed=Mixed(), host=host[place]())
+    optimizer = handle.optimizer(torch.optim.AdamW(handle.parameters(), lr=1e-3))
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(ROWS.bfloat16()).float().square().sum().backward()
+        handle.finish()
+        optimizer.step()
+        handle.after_step()
+    return [value.float() for value in weights(model, handle)] + [shard.detach() for shard in handle.parameters()]
+
+
+@pytest.mark.parametrize("place", ["memory", "files"])
+@pytest.mark.parametrize("stage", range(4))
+def test_offload_changes_no_bit(pool, stage, place, tmp_path):
+    expected = pool.run(3, trained_with, stage, "device", "")
+    for ours, others in zip(pool.run(3, trained_with, stage, place, str(tmp_path)), expected, strict=True):
+        assert all(map(torch.equal, ours, others))
+
+
+def refused_optimizer(run, stage):
+    handle = WRAP[stage](chain(0), run.world)
+    with pytest.raises(ValueError, match="Adafactor cannot step shards"):
+        handle.optimizer(torch.optim.Adafactor(handle.parameters()))
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_an_optimizer_of_whole_tensors_is_refused_by_the_handle(pool, stage):
+    pool.run(2, refused_optimizer, stage)
+
+
+def full_at_step(run, folder):
+    """Rank 1's disk is full when its moments are to be made; then there is room."""
+    model = chain(0)
+    handle = stage2.wrap(model, run.world, mixed=Mixed(), host=FilePool(folder, run.device))
+    optimizer = handle.optimizer(torch.optim.AdamW(handle.parameters(), lr=1e-2))
+    before = weights(model, handle)
+    model(ROWS.bfloat16()).sum().backward()
+    handle.finish()
+    full = mock.patch("os.posix_fallocate", side_effect=OSError(28, "No space left on device"))
+    with full if run.rank == 1 else mock.MagicMock(), pytest.raises(RuntimeError) as error:
+        optimizer.step()
+    whole = all(map(torch.equal, before, weights(model, handle)))
+    optimizer.step()
+    handle.after_step()
+    return str(error.value), whole, [value.sum().item() for value in weights(model, handle)]
+
+
+def test_a_full_disk_at_a_step_leaves_all_ranks_as_they_were(pool, tmp_path):
+    results = pool.run(3, full_at_step, str(tmp_path), timeout=10.0)
+    [told] = {told for told, _, _ in results}
+    assert told.startswith("rank 1: ") and "make room" in told and "Nothing has changed on any rank" in told
+    assert all(whole and after == results[0][2] for _, whole, after in results)
 
 
 def by_turns(run):

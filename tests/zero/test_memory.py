@@ -178,7 +178,7 @@ def expected_peak(stage, microbatches, overlap, ranks):
 STEPS = [(0, 2, None), (1, 2, None), *itertools.product((2, 3), (1, 2), (True, False))]
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.drill), 4])
+@pytest.mark.parametrize("ranks", [*(pytest.param(ranks, marks=pytest.mark.drill) for ranks in (2, 3)), 4])
 def test_peaks(pool, ranks):
     """Gradients rise above their shards by a bucket or two, and weights by a layer, however many there are."""
     found = {}
@@ -186,6 +186,10 @@ def test_peaks(pool, ranks):
         least = expected_peak(*step, ranks)
         found[step] = pool.run(ranks, peak, *step)
         assert all(least <= most <= least + ACTIVATIONS for most in found[step]), f"{step}: {found[step]}, not {least}"
+        stage, microbatches, overlap = step
+        print(
+            f"stage {stage}, k {microbatches}, overlap {overlap}: {least} expected, {max(found[step]):.2f} at the peak"
+        )
     for step, lower in ((1, 2, None), (2, 2, True)), ((2, 2, True), (3, 2, True)):
         assert min(found[step]) > expected_peak(*lower, ranks) + ACTIVATIONS, (
             "each stage keeps less than the one before"

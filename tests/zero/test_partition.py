@@ -43,8 +43,6 @@ def test_pictures(sizes, parts, align, expected):
     cut = Partition(sizes, parts, align)
     assert picture(cut) == expected
     assert cut.padding == expected.count(".")
-    dots = {i for i, letter in enumerate(expected.replace("|", "")) if letter == "."}
-    assert dots == {i for gap in cut.gaps for i in range(cut.padded)[gap]}
 
 
 def test_what_each_owns_of_each_parameter():

@@ -266,7 +266,7 @@ def held_in_weights(run):
     handle, seen = stage3.wrap(model, run.world), []
 
     def look(*_):
-        storages = [param.untyped_storage().nbytes() for param in model.parameters()]
+        storages = [bucket.weights.untyped_storage().nbytes() for bucket in handle.buckets]
         seen.append(sum(storages) // FULL)
 
     look()
