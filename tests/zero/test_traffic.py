@@ -88,7 +88,7 @@ def steps(run, cases):
 CASES = [(stage, mixed, k) for stage in TIMES for mixed in DTYPES for k in ((2,) if mixed else (1, 2, 3))]
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("ranks", [1, *(pytest.param(ranks, marks=pytest.mark.drill) for ranks in (2, 3)), 4])
 def test_traffic(pool, ranks):
     for mine in pool.run(ranks, steps, CASES):
         for (stage, mixed, k), (calls, ledger, sent) in zip(CASES, mine, strict=True):
