@@ -113,7 +113,7 @@ class Sharded(Replica):
         return PieceByPiece(inner, moments=mixed and mixed.moments, pool=host, agree=self._agree_on_failure)
 
     def _agree_on_failure(self, failure: str) -> None:
-        """Raise on every rank what any of them met in the optimizer's step: the weights are as before it on all."""
+        """Raise on every rank what any of them met, in making masters or in a step: no rank goes on alone."""
         ranks = dist.get_process_group_ranks(self.group)
         told = zip(ranks, comm.all_gather_object(failure, group=self.group), strict=True)
         if failures := [f"rank {rank}: {text}" for rank, text in told if text]:

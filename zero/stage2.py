@@ -24,12 +24,14 @@ from collectives import comm
 from collectives.host import Pool
 from zero.bucket import Bucket
 from zero.mixed import Mixed
-from zero.sharded import CAP, Sharded, dealt, treated
-from zero.stage1 import gather
+from zero.sharded import CAP, dealt, treated
+from zero.stage1 import ZeRO1
 
 
-class ZeRO2(Sharded):
-    """The handle that `wrap` returns. All ranks have equally many microbatches under `no_sync`, some of them empty."""
+class ZeRO2(ZeRO1):
+    """The handle that `wrap` returns. All ranks have equally many microbatches under `no_sync`, some of them empty.
+    Weights are gathered as in stage 1.
+    """
 
     def __init__(self, *args: Any, overlap: bool, **more: Any):
         self.overlap = overlap
@@ -73,14 +75,6 @@ class ZeRO2(Sharded):
         self.under_way = work, bucket, own
         if not self.overlap:
             self.wait()
-
-    def after_step(self) -> None:
-        """After the optimizer: every rank has the weights that their owners have updated."""
-        gather([bucket for bucket in self.buckets if bucket.trained])
-
-    def after_load(self) -> None:
-        """After the shards were given values: every rank has the weights, frozen ones too."""
-        gather(self.buckets)
 
 
 def wrap(
