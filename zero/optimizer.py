@@ -20,10 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from collectives.elementwise import check_elementwise, is_elementwise, keep_settings, step_alone
 from collectives.host import Pool
-from zero.elementwise import check_elementwise
 from zero.offload import Offload
-from zero.pieces import Part, cut_pieces, is_elementwise, keep_settings, stand_ins, step_alone
+from zero.pieces import Part, cut_pieces, stand_ins
 
 UNTOUCHED = "Nothing has changed on any rank: weights, masters and state are those before the step"
 MIDWAY = (
@@ -54,7 +54,7 @@ class PieceByPiece(torch.optim.Optimizer):
     has failed.
 
     `state[shard]` is {kind: flat tensor of the shard's size, or a number}. Raises ValueError if `inner` needs whole
-    tensors (zero/elementwise.py) or a shard is not flat.
+    tensors (collectives/elementwise.py) or a shard is not flat.
     """
 
     def __init__(

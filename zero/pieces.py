@@ -7,12 +7,10 @@ is one number a tensor or a group is as it was before the step for each, and tak
 Rajbhandari et al. 2021, "ZeRO-Infinity", steps such pieces; DeepSpeed's sub_group_size is their size.
 """
 
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 UNIT = 64  # elements; the vectors of a kernel, unrolled, divide it
@@ -61,23 +59,3 @@ def stand_ins(parts: Sequence[Part], params: Sequence[nn.Parameter]) -> list[tup
     for part, param in zip(parts, params, strict=True):
         groups[id(part.group)][1]["params"].append(param)
     return list(groups.values())
-
-
-def step_alone(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]], state: defaultdict) -> None:
-    """Let an optimizer step other parameters than its own, in place: those of `groups`, whose state is in `state`."""
-    own = optimizer.param_groups, optimizer.state
-    optimizer.param_groups, optimizer.state = groups, state
-    try:
-        optimizer.step()
-    finally:
-        optimizer.param_groups, optimizer.state = own
-
-
-def keep_settings(group: dict[str, Any], stepped: dict[str, Any]) -> None:
-    """Take over what the optimizer has changed in a stand-in's settings, such as a count of steps."""
-    group.update({name: value for name, value in stepped.items() if name != "params"})
-
-
-def is_elementwise(value: Any, param: Tensor) -> bool:
-    """Whether this entry of a flat parameter's state has an element for each of its elements."""
-    return isinstance(value, Tensor) and value.dim() == 1 and value.shape == param.shape

@@ -9,21 +9,20 @@ Rajbhandari et al. 2019, "ZeRO", 5; PyTorch's counterpart: ZeroRedundancyOptimiz
 """
 
 import contextlib
-import inspect
-import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from collectives import comm
+from collectives.elementwise import check_elementwise
 from collectives.flat import deal
+from collectives.hooks import called
 from collectives.host import Pool
 from collectives.p2p import Handle
 from collectives.replicas import Replica, compared
 from zero.bucket import Bucket
-from zero.elementwise import check_elementwise
 from zero.mixed import Mixed
 from zero.optimizer import PieceByPiece
 
@@ -203,16 +202,3 @@ def treated(
     if mixed is not None and whole_numbers:
         raise ValueError(f"{whole_numbers[0]} is {named[whole_numbers[0]].dtype}: no weight in mixed precision")
     return named, buffered
-
-
-def called(method: Callable, *first: object) -> Callable:
-    """A hook that calls the method of a handle for as long as the handle lives: with `first`, and as many of the hook's
-    own arguments as it takes.
-    """
-    weak, count = weakref.WeakMethod(method), len(inspect.signature(method).parameters) - len(first)
-
-    def hook(*args: object) -> None:
-        if (alive := weak()) is not None:
-            alive(*first, *args[:count])
-
-    return hook

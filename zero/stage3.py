@@ -24,12 +24,13 @@ from torch import nn
 from torch.autograd.graph import register_multi_grad_hook
 from torch.utils._pytree import tree_leaves
 
+from collectives.hooks import called
 from collectives.host import Pool
 from zero.bucket import Bucket
 from zero.layers import named_layers, owned
 from zero.mixed import Mixed
 from zero.program import Program
-from zero.sharded import CAP, called, dealt, treated
+from zero.sharded import CAP, dealt, treated
 from zero.stage1 import gather
 from zero.stage2 import ZeRO2
 

@@ -8,10 +8,10 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from collectives import comm
+from collectives import boxed, comm
 from collectives.host import Pool
 from collectives.layout import Box
-from zero import Mixed, boxed, stage0, stage1, stage2, stage3
+from zero import Mixed, stage0, stage1, stage2, stage3
 
 WRAP = (stage0.wrap, stage1.wrap, stage2.wrap, stage3.wrap)
 OPTIMIZERS = {

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from collectives import comm
+from collectives import boxed, comm
 from collectives.host import FilePool, Pool
-from zero import Mixed, boxed, stage0, stage1, stage2, stage3
+from zero import Mixed, stage0, stage1, stage2, stage3
 
 WRAP = (stage0.wrap, stage1.wrap, stage2.wrap, stage3.wrap)
 ROWS = torch.arange(12.0).view(4, 3) / 7

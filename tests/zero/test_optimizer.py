@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn, optim
 
-from zero.elementwise import check_elementwise
+from collectives.elementwise import check_elementwise
 from zero.optimizer import PieceByPiece
 from zero.pieces import cut_pieces
 

@@ -1,6 +1,6 @@
 """Whether an optimizer may step shards: only if each element is updated from its own gradient and state.
 
-ZeRO cuts tensors wherever the ranks' equal shares end. AdamW does not notice: element i of the update is a function of
+Sharding cuts tensors wherever a rank's share ends. AdamW does not notice: element i of the update is a function of
 element i of everything. LAMB scales by the norm of the whole tensor, Adafactor keeps row and column sums, Muon
 multiplies matrices: on a shard they compute something else, without an error, and training is merely worse.
 
@@ -19,8 +19,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-
-from zero.pieces import is_elementwise, keep_settings, step_alone
 
 SHAPE = (4, 6)  # of the matrix that is tried: its rows and columns are no multiples of a piece
 PIECE = 5
@@ -117,3 +115,23 @@ def _odd_state(optimizer: torch.optim.Optimizer) -> str:
             if not number and not is_elementwise(value, param):
                 return f"its state {kind!r} is neither a number nor a tensor of the shape of the parameter"
     return ""
+
+
+def step_alone(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]], state: defaultdict) -> None:
+    """Let an optimizer step other parameters than its own, in place: those of `groups`, whose state is in `state`."""
+    own = optimizer.param_groups, optimizer.state
+    optimizer.param_groups, optimizer.state = groups, state
+    try:
+        optimizer.step()
+    finally:
+        optimizer.param_groups, optimizer.state = own
+
+
+def keep_settings(group: dict[str, Any], stepped: dict[str, Any]) -> None:
+    """Take over what the optimizer has changed in a stand-in's settings, such as a count of steps."""
+    group.update({name: value for name, value in stepped.items() if name != "params"})
+
+
+def is_elementwise(value: Any, param: Tensor) -> bool:
+    """Whether this entry of a flat parameter's state has an element for each of its elements."""
+    return isinstance(value, Tensor) and value.dim() == 1 and value.shape == param.shape

@@ -1,7 +1,6 @@
-"""The state as boxes: what a rank holds, said so that any number of ranks under any stage can take it over.
+"""The state as boxes: what a rank holds, said so that any number of ranks under any strategy can take it over.
 
-A shard is a range of a bucket, and buckets are cut as the stage and the number of ranks will have it; neither may be
-in a saved state. So every tensor is told as boxes of the parameter it belongs to (collectives/layout.py), with the
+A shard is cut as the strategy and the number of ranks will have it; neither may be in a saved state. So every tensor is told as boxes of the parameter it belongs to (collectives/layout.py), with the
 values in each. Whoever loads asks for its own boxes, and takes what it needs from whatever pieces there are.
 
 Cost: a rank holds its own share; `load` reads the pieces that meet its boxes. DeepSpeed's counterpart: the universal
@@ -88,7 +87,7 @@ def _kinds_of(param: nn.Parameter, state: State, wrong: list[str]) -> dict[str, 
 
 def _boxes(param: nn.Parameter, local: Tensor) -> Iterator[tuple[Box, Tensor]]:
     """Each box that a shard, or what the optimizer keeps of it, consists of, with its part in the box's shape."""
-    parts = local.split([box.numel for box in param.held.boxes]) if param.held.boxes else ()
+    parts = local.view(-1).split([box.numel for box in param.held.boxes]) if param.held.boxes else ()
     for box, part in zip(param.held.boxes, parts, strict=True):
         yield box, part.view(box.local)
 
