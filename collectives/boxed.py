@@ -1,7 +1,8 @@
 """The state as boxes: what a rank holds, said so that any number of ranks under any strategy can take it over.
 
-A shard is cut as the strategy and the number of ranks will have it; neither may be in a saved state. So every tensor is told as boxes of the parameter it belongs to (collectives/layout.py), with the
-values in each. Whoever loads asks for its own boxes, and takes what it needs from whatever pieces there are.
+A shard is cut as the strategy and the number of ranks will have it; neither may be in a saved state. So every tensor
+is told as boxes of the parameter it belongs to (collectives/layout.py), with the values in each. Whoever loads asks for
+its own boxes, and takes what it needs from whatever pieces there are.
 
 Cost: a rank holds its own share; `load` reads the pieces that meet its boxes. DeepSpeed's counterpart: the universal
 checkpoint; PyTorch's: torch.distributed.checkpoint of sharded tensors. Left out: files, which are checkpoint/'s.

@@ -24,13 +24,20 @@ class Replica:
     """The handle of one replica of a module, whose gradients are summed over `group`; the module itself stays as it is.
 
     A version of data parallelism adds `finish`. buffered: the module whose buffers are kept equal, None where there are
-    none. average: divide by the number of ranks.
+    none. average: divide by the number of ranks. replicas: ranks of other groups over which the sums go on.
     """
 
     def __init__(
-        self, params: Sequence[nn.Parameter], buffered: nn.Module | None, group: dist.ProcessGroup, *, average: bool
+        self,
+        params: Sequence[nn.Parameter],
+        buffered: nn.Module | None,
+        group: dist.ProcessGroup,
+        *,
+        average: bool,
+        replicas: dist.ProcessGroup | None = None,
     ):
         self.params, self.buffered, self.group = list(params), buffered, group
+        self.groups = [group] if replicas is None else [replicas, group]  # one after the other they reach all ranks
         self.op = comm.AVG if average else comm.SUM
         self.syncing = True
 
@@ -85,27 +92,30 @@ class Replica:
         Raises ValueError on every rank where a module has changed the names, shapes or dtypes of its buffers, and not
         alike on all.
         """
-        if self.buffered is None or dist.get_world_size(self.group) == 1:
-            return
-        named = dict(self.buffered.named_buffers())
+        for group in self.groups:
+            if self.buffered is not None and group.size() > 1:
+                self._equalize(dict(self.buffered.named_buffers()), group)
+
+    def _equalize(self, named: dict[str, Tensor], group: dist.ProcessGroup) -> None:
         kinds = {name: f"{list(buffer.shape)} {_dtype_name(buffer.dtype)}" for name, buffer in named.items()}
         digest = int.from_bytes(hashlib.sha256(repr(kinds).encode()).digest()[:7])  # an int64, and so is its negative
-        largest, smallest = self.largest([digest, -digest])
+        largest, smallest = self.largest([digest, -digest], [group])
         if largest != -smallest:
-            _compare_tensors("buffers", kinds, self.group, "rebind them to the same shapes and dtypes on every rank")
+            _compare_tensors("buffers", kinds, group, "rebind them to the same shapes and dtypes on every rank")
         buffers = [buffer.detach() for buffer in named.values()]
         if sum(buffer.nbytes for buffer in buffers) == 0:
             return
         packed = torch.cat([_bytes(buffer) for buffer in buffers])
-        comm.broadcast(packed, 0, group=self.group)
-        if dist.get_rank(self.group) > 0:
+        comm.broadcast(packed, 0, group=group)
+        if dist.get_rank(group) > 0:
             for buffer, part in zip(buffers, packed.split([buffer.nbytes for buffer in buffers]), strict=True):
                 buffer.copy_(part.clone().view(buffer.dtype).view(buffer.shape))
 
-    def largest(self, numbers: Sequence[int]) -> list[int]:
+    def largest(self, numbers: Sequence[int], groups: Sequence[dist.ProcessGroup] | None = None) -> list[int]:
         """Of each of these numbers the largest of all ranks': a decision about a collective is never one rank's own."""
         together = torch.tensor(numbers, device=self.params[0].device if self.params else None)
-        comm.all_reduce(together, comm.MAX, group=self.group)
+        for group in self.groups if groups is None else groups:
+            comm.all_reduce(together, comm.MAX, group=group)
         return together.tolist()
 
 
@@ -135,23 +145,28 @@ def replicate(
 
 
 def compared(
-    module: nn.Module, group: dist.ProcessGroup, *, params: Sequence[nn.Parameter] | None, **settings: object
+    module: nn.Module,
+    group: dist.ProcessGroup,
+    *,
+    params: Sequence[nn.Parameter] | None,
+    buffers: bool | None = None,
+    **settings: object,
 ) -> tuple[dict[str, nn.Parameter], nn.Module | None]:
     """What a strategy is to treat, the same on every rank: parameters by name, each once, and the module if its buffers
     are to be kept equal.
 
-    params: default all of the module's, with its buffers. Raises ValueError on every rank where the models or the
-    settings of `wrap` differ, naming the first difference, and for what cannot be replicated: sparse or complex
-    gradients, buffers on the meta device or with elements that share their memory.
+    params: default all of the module's, with its buffers; buffers: whether those are compared. Raises ValueError on
+    every rank where the models or the settings of `wrap` differ, naming the first difference, and for what cannot be
+    replicated: sparse or complex gradients, buffers on the meta device or with elements that share their memory.
     """
-    buffers = dict(module.named_buffers()) if params is None else {}
+    buffered = dict(module.named_buffers()) if buffers or (buffers is None and params is None) else {}
     names = {param: name for name, param in module.named_parameters()}
     params = dict.fromkeys(module.parameters() if params is None else params)
     named = {names.get(param, f"params[{i}]"): param for i, param in enumerate(params)}
     sparse = dict.fromkeys(_sparse(module), "with sparse gradients")
-    _compare(settings, {name: _description(tensor) for name, tensor in (named | buffers).items()} | sparse, group)
-    _check(module, named | buffers)
-    return named, module if buffers else None
+    _compare(settings, {name: _description(tensor) for name, tensor in (named | buffered).items()} | sparse, group)
+    _check(module, named | buffered)
+    return named, module if buffered else None
 
 
 def _description(tensor: Tensor) -> str:

@@ -1,0 +1,328 @@
+"""A pack: the parameters of a unit that travel together, one dtype and device; nearly always all of them.
+
+    shard    [S]     this rank's slot: its pieces of all parameters, in a row; what the optimizer updates
+    packed   [P, S]  all slots, as they arrive from the all_gather
+    weights  [n]     the parameters, each whole: copied out of the slots, and what the module computes with
+    full     [P, T]  the gradient of this rank's rows, in slots as well, as it goes into the reduce_scatter
+    sum      [T]     this rank's slot of the gradient of all rows, while a step adds it up
+
+Pieces of several parameters lie side by side, so one collective carries a unit, and every shard is a tensor of its
+own, with a shape. Frozen parameters come last in a slot, and T leaves them out. A pack of a single rank has no slots to
+copy: its shard is its weights. PyTorch's counterpart: FSDPParam, and _fsdp_collectives.py.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import replace
+from enum import Enum
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from collectives import comm, layout
+from collectives.host import Pool
+from collectives.layout import Box, Held
+from collectives.memory import Memory
+from collectives.watch import about
+from fsdp.cut import Cut
+from fsdp.mixed import MixedPrecision
+
+ALIGN = 64  # bytes: where a parameter begins in memory decides how a matrix product adds
+
+
+class State(Enum):
+    """What a pack has memory for."""
+
+    SHARDED = "the shard"
+    GATHERING = "the shard, and the slots of all ranks, which are arriving"
+    WHOLE = "the shard, and the weights"
+
+
+class Pack:
+    """Parameters by name, and their `shards`: of each this rank's piece, with its declaration.
+
+    Before: any values on each rank. After: those of rank 0 of the group, in shards, the parameters without memory;
+    parameters on the meta device get shards of zeros on `device`. replicas: the group of ranks with the same shards.
+    """
+
+    def __init__(
+        self,
+        unit: str,
+        named: Mapping[str, nn.Parameter],
+        group: dist.ProcessGroup,
+        replicas: dist.ProcessGroup | None,
+        *,
+        op: Any,
+        mixed: MixedPrecision,
+        host: Pool | None,
+        shard_dim: Callable[[str, Tensor], int],
+        device: torch.device | None,
+    ):
+        named = dict(sorted(named.items(), key=lambda item: not item[1].requires_grad))  # stable: frozen ones last
+        self.unit, self.group, self.replicas, self.op, self.mixed, self.host = unit, group, replicas, op, mixed, host
+        self.params, first = list(named.values()), next(iter(named.values()))
+        self.device = (device or torch.device("cpu")) if first.is_meta else first.device
+        self.dtype = first.dtype  # of shards and sums
+        self.param_dtype = mixed.param if mixed.param and first.is_floating_point() else self.dtype
+        self.cuts = {param: Cut(param.shape, shard_dim(name, param), group.size()) for name, param in named.items()}
+        self.alone = group.size() == 1 and self.param_dtype == self.dtype and host is None
+        align = ALIGN // self.dtype.itemsize if self.alone else 1
+        self.starts, self.slot = row([cut.longest for cut in self.cuts.values()], align)
+        self._make_shards(named)
+        if self.alone:
+            for param, piece in zip(self.params, self._pieces(self.shard), strict=True):
+                layout.point(param, piece)
+        else:
+            self._make_weights()
+            self._hide()
+        self.state, self.gathering = State.WHOLE if self.alone else State.SHARDED, None
+        self.full = Memory(0, self.dtype, self.device)
+        self.places: dict[nn.Parameter, list[Tensor]] = {}  # of each parameter's gradient in `full`
+        self.sum: Tensor | None = None
+        self.partial: Tensor | None = None  # what the replicas have not added yet
+        self.arrived: set[nn.Parameter] = set()  # whose gradient is in `full`
+        self.used: set[nn.Parameter] = set()  # of whom this rank had a gradient in this step
+        self.reducing, self.replicating = None, None  # the handle and the output of what is under way
+
+    # -- build ---------------------------------------------------------------------------------------------------------
+
+    def _make_weights(self) -> None:
+        """The places in weights and slots between which a gather copies."""
+        starts, numel = row([p.numel() for p in self.params], ALIGN // self.param_dtype.itemsize)
+        self.packed = Memory(self.group.size() * self.slot, self.param_dtype, self.device)
+        self.weights = Memory(numel, self.param_dtype, self.device)
+        views = [self.weights.tensor[start : start + p.numel()] for p, start in zip(self.params, starts, strict=True)]
+        self.views = {p: view.view(p.shape) for p, view in zip(self.params, views, strict=True)}
+        self._parts = [part for p, cut in self.cuts.items() for part in cut.parts(self.views[p])]
+        self._places = [place for places in self._in_slots(self.packed.tensor).values() for place in places]
+        self.packed.free()
+        self.weights.free()
+
+    def _make_shards(self, named: Mapping[str, nn.Parameter]) -> None:
+        self.shard = self._values()
+        self.shards = [self._declared(name, param, self.cuts[param]) for name, param in named.items()]
+        if self.host is not None:
+            on_device, self.shard = self.shard, self.host.empty(self.slot, self.dtype)
+            self.host.write(self.shard, on_device)
+        for shard, piece in zip(self.shards, self._pieces(self.shard), strict=True):
+            layout.point(shard, piece)
+
+    def _values(self) -> Tensor:
+        """This rank's slot of the weights of the group's rank 0; zeros for parameters on the meta device."""
+        mine = torch.zeros(self.slot, dtype=self.dtype, device=self.device)
+        if self.params[0].is_meta or not self.slot:
+            return mine
+        slots = None
+        if self.group.rank() == 0:
+            slots = torch.zeros(self.group.size() * self.slot, dtype=self.dtype, device=self.device)
+            for param, places in self._in_slots(slots).items():
+                for part, place in zip(self.cuts[param].parts(param.detach()), places, strict=True):
+                    place.copy_(part)
+        comm.scatter(mine.view(torch.uint8), None if slots is None else slots.view(torch.uint8), 0, group=self.group)
+        if self.replicas is not None:
+            comm.broadcast(mine.view(torch.uint8), 0, group=self.replicas)
+        return mine
+
+    def _declared(self, name: str, param: nn.Parameter, cut: Cut) -> nn.Parameter:
+        """A shard without memory that knows which boxes of the parameter it is; the sums over our ranks are done."""
+        rank = self.group.rank()
+        held = getattr(param, "held", None) or Held(name, (Box.whole(param.shape),), None, param.dim() > 1)
+        shard = nn.Parameter(torch.empty_like(param, device="meta"), requires_grad=param.requires_grad)
+        shard.held = held
+        mine = cut.range(rank)
+        if param.dim():
+            layout.cut(shard, cut.dim, mine.start, len(mine))
+        ours = {*_ranks(self.group), *_ranks(self.replicas)} - {dist.get_rank()}
+        copies, copy = (self.replicas.size(), self.replicas.rank()) if self.replicas is not None else (1, 0)
+        shard.held = replace(
+            shard.held,
+            boxes=shard.held.boxes if cut.local(rank).numel() else (),
+            sums={label: group for label, group in held.sums.items() if not ours & {*_ranks(group)}},
+            copies=copies,
+            copy=copy,
+        )
+        return shard
+
+    def _pieces(self, slot: Tensor) -> Iterator[Tensor]:
+        """Of each parameter that lies in this row its piece, in its shape."""
+        for cut, start in zip(self.cuts.values(), self.starts, strict=True):
+            if start + cut.longest <= len(slot):
+                shape = cut.local(self.group.rank())
+                yield slot[start : start + shape.numel()].view(shape)
+
+    def _in_slots(self, slots: Tensor) -> dict[nn.Parameter, list[Tensor]]:
+        """The places of each parameter that lies in these slots."""
+        rows = slots.view(self.group.size(), -1)  # [P, S], or [P, T]
+        cuts = zip(self.cuts.items(), self.starts, strict=True)
+        ends = {param: (cut, start, start + cut.longest) for (param, cut), start in cuts}
+        width = rows.shape[1]
+        return {param: cut.places(rows[:, start:end]) for param, (cut, start, end) in ends.items() if end <= width}
+
+    # -- weights -------------------------------------------------------------------------------------------------------
+
+    def start_unshard(self) -> None:
+        """Start to gather the slots of all ranks; finish_unshard follows, or reshard."""
+        if self.state is not State.SHARDED or self.alone:
+            return
+        slot = (self.shard if self.host is None else self.host.stage(self.shard)).to(self.param_dtype)
+        with about(self.unit):
+            work = comm.all_gather_single(self.packed.allocate(), slot, group=self.group, async_op=True)  # [P, S]
+        self.gathering, self.state = (work, slot), State.GATHERING
+
+    @torch.no_grad()
+    def finish_unshard(self) -> None:
+        """After: the weights are whole, in the memory that autograd's graph has in mind."""
+        self.start_unshard()
+        if self.state is State.GATHERING:
+            self._wait_for_slots()
+            self.weights.allocate()
+            # IDEA: parameter by parameter out of the slots: one collective, and yet each has a piece with a shape.
+            if self._parts:
+                torch._foreach_copy_(self._parts, self._places)  # [n]
+            self.packed.free()
+            for param, view in self.views.items():
+                param.data = view
+        self.state = State.WHOLE
+
+    def reshard(self) -> None:
+        """After: only the shard has memory; the parameters read as not a number."""
+        if self.alone or self.state is State.SHARDED:
+            return
+        if self.state is State.GATHERING:
+            self._wait_for_slots()
+        self.packed.free()
+        self.weights.free()
+        self._hide()
+        self.state = State.SHARDED
+
+    def _wait_for_slots(self) -> None:
+        (work, _), self.gathering = self.gathering, None
+        work.wait()
+
+    def _hide(self) -> None:
+        value = math.nan if self.param_dtype.is_floating_point else 0
+        nothing = torch.full((), value, dtype=self.param_dtype, device=self.device)
+        for param in self.params:
+            layout.point(param, nothing.expand(param.shape))
+
+    @torch.no_grad()
+    def take_weights(self, params: Iterable[nn.Parameter]) -> None:
+        """After somebody wrote these weights, which are whole: so are the shards. A master that rounds to its weight
+        stays as it is.
+        """
+        if self.alone:
+            return
+        shards = dict(zip(self.params, self.shards, strict=True))
+        for param in params:
+            cut, shard = self.cuts[param], shards[param]
+            mine = cut.range(self.group.rank())
+            piece = param.narrow(cut.dim, mine.start, len(mine)) if param.dim() else param.view(1)[: len(mine)]
+            written, kept = piece.reshape(shard.shape), shard.detach().to(self.device)
+            values = torch.where(kept.to(written.dtype) == written, kept, written.to(kept.dtype))
+            shard.copy_(values) if self.host is None else self.host.write(shard.detach(), values)
+
+    # -- gradients -----------------------------------------------------------------------------------------------------
+
+    @property
+    def trains(self) -> bool:
+        """Whether any parameter is not frozen."""
+        return any(param.requires_grad for param in self.params)
+
+    @torch.no_grad()
+    def collect(self, param: nn.Parameter) -> None:
+        """Move the gradient that autograd made into `full`, or add it to what is there; `param.grad` becomes None."""
+        if param.grad.layout != torch.strided:
+            raise ValueError(
+                f"{self.unit} has a sparse gradient, which has no place in a sum of dense ones: sparse=False"
+            )
+        self._make_full()
+        for part, place in zip(self.cuts[param].parts(param.grad), self.places[param], strict=True):
+            place.add_(part) if param in self.arrived else place.copy_(part)
+        param.grad = None
+        self.arrived.add(param)
+        self.used.add(param)
+
+    def _make_full(self) -> None:
+        """Have memory for the gradients: for all up to the last parameter that is not frozen."""
+        ends = [
+            start + cut.longest
+            for (p, cut), start in zip(self.cuts.items(), self.starts, strict=True)
+            if p.requires_grad
+        ]
+        numel = self.group.size() * max(ends, default=0)
+        if len(self.full.tensor) < numel:
+            self.full = Memory(numel, self.dtype, self.device)
+            self.places = self._in_slots(self.full.tensor)
+        self.full.allocate()
+
+    @torch.no_grad()
+    def start_reduce(self) -> None:
+        """Start to add up the ranks' gradients, zeros for what has not come; each rank receives its slot of the sum."""
+        self._make_full()
+        for param, places in self.places.items():
+            if param.grad is not None:
+                self.collect(param)
+            elif param not in self.arrived:
+                for place in places:
+                    place.zero_()
+        self.arrived.clear()
+        wire = self.full.tensor.to(self.mixed.reduce or self.dtype)
+        slot = torch.empty(len(wire) // self.group.size(), dtype=wire.dtype, device=self.device)
+        with about(self.unit):
+            work = comm.reduce_scatter_single(slot, wire, self.op, group=self.group, async_op=True)  # [T]
+        self.reducing = work, slot
+        if wire is not self.full.tensor:
+            self.full.free()
+
+    def finish_reduce(self) -> None:
+        """Wait, and add what has come to the step's sum; with replicas, to what they have to add."""
+        (work, slot), self.reducing = self.reducing, None
+        work.wait()
+        self.full.free()
+        slot = slot.to(self.dtype)
+        if self.replicas is None:
+            self.sum = slot if self.sum is None else self.sum.add_(slot)
+        else:
+            self.partial = slot if self.partial is None else self.partial.add_(slot)
+
+    def start_replicate(self) -> None:
+        """Start to add up what the replicas have."""
+        wire, self.partial = self.partial.to(self.mixed.reduce or self.dtype), None
+        with about(self.unit):
+            work = comm.all_reduce(wire, self.op, group=self.replicas, async_op=True, ordered=True)
+        self.replicating = work, wire
+
+    def finish_replicate(self) -> None:
+        """Wait, and add it to the step's sum."""
+        (work, wire), self.replicating = self.replicating, None
+        work.wait()
+        slot = wire.to(self.dtype)
+        self.sum = slot if self.sum is None else self.sum.add_(slot)
+
+    def hand_out(self, used: Set[nn.Parameter]) -> None:
+        """After: the sum is the `grad` of the shards of parameters that any rank used, or added to what was there."""
+        if self.sum is None:
+            return
+        total = self.sum
+        if self.host is not None:
+            total = self.host.empty(len(self.sum), self.dtype)
+            self.host.write(total, self.sum)
+        for param, shard, piece in zip(self.params, self.shards, self._pieces(total), strict=False):
+            if param in used:
+                shard.grad = piece if shard.grad is None else shard.grad + piece
+        self.sum, self.used = None, set()
+
+
+def row(sizes: Sequence[int], align: int) -> tuple[list[int], int]:
+    """(where each of some tensors starts in a row, each at a multiple of `align`; the length of the row)."""
+    starts, end = [], 0
+    for size in sizes:
+        starts.append(-(-end // align) * align)
+        end = starts[-1] + size
+    return starts, end
+
+
+def _ranks(group: dist.ProcessGroup | None) -> list[int]:
+    return dist.get_process_group_ranks(group) if group is not None else []

@@ -1,0 +1,182 @@
+"""A unit: a module whose weights live from `pre_forward` to `post_forward`, and again from `pre_backward` to
+`post_backward`.
+
+    pre_forward    the module is about to run              weights are gathered
+    post_forward   it has run                              weights are freed, if reshard_after_forward
+    pre_backward   the first gradient of its outputs came  weights are gathered, if they are not there
+    post_backward  the gradients of all its inputs came    gradients are reduced, weights are freed
+
+The events only say where this rank has come to; what to gather and to free then is the program's (program.py). The last
+one is a hook on a view of each input, made as the module begins: autograd runs backward in the reverse order, so
+that view is the last of the unit. Where no input needs a gradient (token ids), it is the arrival of the last weight's
+gradient; and if one of them is not used, the next event of another unit, or `finish`.
+
+Zhao et al. 2023, "PyTorch FSDP", 3 and 4; PyTorch's counterpart: FSDPState, FSDPParamGroup of
+torch/distributed/fsdp/_fully_shard.
+"""
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import register_multi_grad_hook
+from torch.utils._pytree import tree_leaves, tree_map
+
+from collectives.hooks import called
+from fsdp.mixed import MixedPrecision, cast
+from fsdp.pack import Pack, State
+
+PLAIN = (int, float, str, bytes, type(None))
+
+
+class Driver(Protocol):
+    """Who is told of the events: each method of the name of an event, with the unit."""
+
+    driven: bool  # from outside: then events mean nothing
+
+    def pre_forward(self, unit: "Unit") -> bool:
+        """Returns whether it was the unit's turn; its backward will be told."""
+
+    def post_forward(self, unit: "Unit") -> None:
+        """What follows its forward."""
+
+    def pre_backward(self, unit: "Unit", in_turn: bool) -> None:
+        """What must be done before its backward."""
+
+    def post_backward(self, unit: "Unit", in_turn: bool) -> None:
+        """What follows it."""
+
+
+class Unit:
+    """A module and the packs of its parameters, those of units inside of it left out."""
+
+    def __init__(
+        self, name: str, module: nn.Module, packs: Sequence[Pack], *, reshard: bool | None, mixed: MixedPrecision
+    ):
+        self.name, self.packs, self.reshard_after_forward, self.mixed = name, list(packs), reshard, mixed
+        self.module = weakref.ref(module)
+        self.keeps = False  # weights, from forward to backward
+        self.driver: Callable[[], Driver | None] = lambda: None
+        self.in_turn = False  # whether the program knows of the forward that was last
+        self.anchored = False  # whether the end of its backward shows at its inputs
+        self.missing: set[nn.Parameter] = set()  # whose gradient is still to come in this backward
+        module.register_forward_pre_hook(called(self.pre_forward), prepend=True, with_kwargs=True)
+        module.register_forward_hook(called(self.post_forward))
+
+    def named(self, name: str) -> None:
+        """Take the name that the unit has in a larger module."""
+        self.name = name
+        for pack in self.packs:
+            pack.unit = name
+
+    # -- events --------------------------------------------------------------------------------------------------------
+
+    def pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        """The module is about to run. Returns its inputs, cast, and with the end of backward marked."""
+        driver = self._driver(module)
+        if driver is None:
+            return None
+        self.in_turn = driver.pre_forward(self)
+        marks: list[Tensor] = []
+        args, kwargs = tree_map(lambda value: self._marked(cast(value, self.mixed.param), marks), (args, kwargs))
+        if marks:
+            register_multi_grad_hook(marks, called(self.post_backward, self.in_turn))
+            self.anchored = True
+        return args, kwargs
+
+    def post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """The module has run. Returns its output, cast, and with the begin of backward marked."""
+        driver = self._driver(module)
+        if driver is None:
+            return None
+        output = tree_map(lambda value: cast(value, self.mixed.output), output)
+        self._check(output)
+        outputs = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
+        if outputs and torch.is_grad_enabled():
+            # IDEA: a hook on what goes in and one on what comes out tell when a module's backward begins and ends.
+            register_multi_grad_hook(outputs, called(self.pre_backward, self.in_turn), mode="any")
+        driver.post_forward(self)
+        return output
+
+    def pre_backward(self, in_turn: bool) -> None:
+        """The backward of the module is about to begin."""
+        if (driver := self.driver()) is not None and not driver.driven:
+            driver.pre_backward(self, in_turn)
+
+    def post_backward(self, in_turn: bool) -> None:
+        """The backward of the module has ended."""
+        if (driver := self.driver()) is not None and not driver.driven:
+            driver.post_backward(self, in_turn)
+
+    def arrives(self, param: nn.Parameter) -> None:
+        """The gradient of a weight has come. With the last one of all backward ends, if inputs do not show its end."""
+        self.missing.discard(param)
+        if not self.missing and not self.anchored:
+            self.post_backward(True)
+
+    def expect(self) -> None:
+        """A backward begins, in which every weight has a gradient: a frozen one may be read after those of others."""
+        self.missing = {param for pack in self.packs for param in pack.params}
+
+    # -- weights -------------------------------------------------------------------------------------------------------
+
+    @property
+    def whole(self) -> bool:
+        """Whether the weights are there."""
+        return all(pack.state is State.WHOLE for pack in self.packs)
+
+    @property
+    def trained(self) -> list[Pack]:
+        """Those packs that have gradients."""
+        return [pack for pack in self.packs if pack.trains]
+
+    def start_unshard(self) -> None:
+        """Start to gather the weights."""
+        for pack in self.packs:
+            pack.start_unshard()
+
+    def unshard(self) -> None:
+        """After: the weights are whole."""
+        self.start_unshard()
+        for pack in self.packs:
+            pack.finish_unshard()
+
+    def reshard(self) -> None:
+        """After: only shards have memory."""
+        for pack in self.packs:
+            pack.reshard()
+
+    # -- inside --------------------------------------------------------------------------------------------------------
+
+    def _driver(self, module: nn.Module) -> Driver | None:
+        """Whom to tell; nobody, for a copy of the module, which has our hooks too, or if it is driven from outside."""
+        if module is not self.module():
+            return None
+        if (driver := self.driver()) is None:
+            raise RuntimeError(
+                f"the handle of {self.name} is gone: keep what fully_shard returns for the outermost module"
+            )
+        if driver.driven and not self.whole:
+            raise RuntimeError(f"{self.name} runs in shards: call `unshard` before, since it is driven from outside")
+        return None if driver.driven else driver
+
+    def _marked(self, value: Any, marks: list[Tensor]) -> Any:
+        """A view of an input that needs a gradient: a node of its own, the last of the unit that backward comes to."""
+        if isinstance(value, Tensor) and value.requires_grad and torch.is_grad_enabled():
+            value = value.view_as(value)
+            marks.append(value)
+        return value
+
+    def _check(self, output: Any) -> None:
+        """Raises ValueError for what would be read after the weights are freed."""
+        leaves = tree_leaves(output)
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        own = {pack.weights.tensor.data_ptr() for pack in self.packs if not pack.alone}
+        if not self.keeps and any(tensor.untyped_storage().data_ptr() in own for tensor in tensors):
+            raise ValueError(f"{self.name} returns its weights, which are freed now: use reshard_after_forward=False")
+        if leaves and not tensors and not all(isinstance(leaf, PLAIN) for leaf in leaves):
+            raise ValueError(
+                f"{self.name} returns a {type(leaves[0]).__name__}, whose tensors are not found: return tensors"
+            )
