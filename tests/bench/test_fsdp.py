@@ -15,8 +15,9 @@ PLACES = [(2, "resharded"), (2, "kept"), (4, "resharded"), (4, "kept"), (4, "hyb
 @pytest.mark.benchmark(timer=ranks.clock)
 @pytest.mark.parametrize("case", [bench.step, bench.life], ids=lambda case: case.__name__)
 @pytest.mark.parametrize("parameters", bench.SIZES)
-@pytest.mark.parametrize(("size", "policy"), PLACES)
-def test_fsdp(pool, benchmark, size, policy, parameters, case):
+@pytest.mark.parametrize("place", PLACES, ids=lambda place: f"{place[0]}-{place[1]}")
+def test_fsdp(pool, benchmark, place, parameters, case):
+    size, policy = place
     small = benchmark.disabled
     if small and parameters != "3M":
         pytest.skip("when nothing is measured both sizes are one small model")
