@@ -50,6 +50,7 @@ class Call:
     ranks: tuple[int, ...] = ()  # of the group, counted in the world
     rank: int = 0  # this one, in the group
     number: int = 0  # of this rank's collectives in the group, from 1; point-to-point counts apart
+    about: str = ""  # what the program says it is for: a module's name, say
     began: float = 0.0  # time.time()
     outer: Call | None = None  # the call that this one is part of
     parts: list[Call] = field(default_factory=list)  # the calls of which this one consists, if it is not the backend's
@@ -68,9 +69,10 @@ class Call:
 
     def __str__(self) -> str:
         what = f"{list(self.shape)} {str(self.dtype).removeprefix('torch.')}" if self.dtype else ""
+        about = f", of {self.about}" if self.about else ""
         where = f"call {self.number} of group {self.name} (ranks {spelled(self.ranks)})"
         inside = f", in {self.outer.op} {self.outer.number}" if self.outer else ""
-        return " ".join(filter(None, [self.op, what])) + f", {where}{inside}"
+        return " ".join(filter(None, [self.op, what])) + f"{about}, {where}{inside}"
 
 
 def spelled(ranks: Sequence[int]) -> str:

@@ -58,14 +58,15 @@ class _Session:
     groups: dict[dist.ProcessGroup, _Group]
 
     def fill(self, call: Call) -> None:
-        """The group, the number, and the call of which this is a part."""
+        """The group, the number, what it is about, and the call of which this is a part."""
         group = self.groups.get(call.group) or self.groups.setdefault(call.group, _seen(call.group))
         call.name, call.ranks, call.rank, call.outer = group.name, group.ranks, group.rank, _HERE.call
         if call.outer:
             call.outer.parts.append(call)
-            call.number = call.outer.number
+            call.number, call.about = call.outer.number, call.outer.about
         else:
             call.number = next(group.exchanges if call.point_to_point else group.collectives)
+            call.about = _HERE.about
         call.began = time.time()
 
 
@@ -80,6 +81,7 @@ class _Process:
 class _Thread(threading.local):
     call: Call | None = None  # in which this thread is
     session: _Session | None = None  # of that call
+    about: str = ""  # what its calls are about
 
 
 _PROCESS = _Process()
@@ -101,6 +103,24 @@ def watching(*watchers: Watcher) -> Iterator[None]:
         yield
     finally:
         _PROCESS.session = before
+
+
+def watches(watcher: Watcher) -> bool:
+    """Whether this watcher is told of the calls that begin now."""
+    return _PROCESS.session is not None and watcher in _PROCESS.session.watchers
+
+
+class about:  # a class, because a generator costs three times as much
+    """`with about("blocks.3"):` every call that this thread begins inside is about that: `call.about`, for watchers."""
+
+    def __init__(self, what: str):
+        self.what = what
+
+    def __enter__(self) -> None:
+        self.before, _HERE.about = _HERE.about, self.what
+
+    def __exit__(self, *error: object) -> None:
+        _HERE.about = self.before
 
 
 def watched(operation: Callable) -> Callable:
@@ -140,7 +160,7 @@ def _watch(operation: Callable, call: Call, session: _Session, args: Sequence[An
     return result
 
 
-class _inside:  # a class, because a generator costs three times as much
+class _inside:  # a class, as `about`
     def __init__(self, call: Call, session: _Session):
         self.call, self.session = call, session
 
