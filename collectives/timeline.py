@@ -137,7 +137,6 @@ class _Followed:
         module.register_forward_pre_hook(self._take_inputs, prepend=True, with_kwargs=True)
         module.register_forward_pre_hook(self._begin_forward, with_kwargs=True)
         module.register_forward_hook(self._end_forward, prepend=True)
-        module.register_forward_hook(self._give_outputs)
 
     def _take_inputs(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         self.backward = []
@@ -149,15 +148,11 @@ class _Followed:
 
     def _end_forward(self, module: nn.Module, args: Any, outputs: Any) -> None:
         self._end(self.forward)
-        self._give_outputs(module, args, outputs)
-        for output in self._with_gradients(outputs):
+        if tensors := self._with_gradients(outputs):  # the module behind this one is over, and then the strategy comes
+            register_multi_grad_hook(tensors, lambda _: self.timeline.end("compute"), mode="any")
+        for output in tensors:
             if output.grad_fn is not None:  # whose hooks fire after all of the tensor's
                 output.grad_fn.register_prehook(functools.partial(self._begin_backward, self.backward))
-
-    def _give_outputs(self, module: nn.Module, args: Any, outputs: Any) -> None:
-        """The backward of the module behind this one ends, at the latest, when the outputs' first gradient is there."""
-        if tensors := self._with_gradients(outputs):
-            register_multi_grad_hook(tensors, lambda _: self.timeline.end("compute"), mode="any")
 
     def _end_with(self, *inputs: Any) -> None:
         if tensors := self._with_gradients(inputs):

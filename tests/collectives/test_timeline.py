@@ -263,6 +263,39 @@ def test_a_module_that_runs_twice_has_two_of_each():
     assert second.stop - second.start > 0.1 * (first.stop - first.start), "it is not cut off by the end of the first"
 
 
+def test_a_backward_begins_with_the_first_of_several_outputs():
+    class Both(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one, self.other = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, number, *, x):
+            return {"one": self.one(x), "other": [self.other(x), None], "number": number}
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.both = Both()
+
+        def forward(self, x):
+            out = self.both(3, x=2 * x)
+            return out["one"] + out["other"][0].exp().exp()
+
+    model = Model()
+    spans = followed(model, torch.ones(2, 4, requires_grad=True), both=model.both)
+    assert order(spans) == ["forward both", "backward both"]
+
+
+def test_a_graph_that_is_kept_has_a_backward_each_time():
+    layer, recorded = nn.Linear(4, 4), Timeline()
+    recorded.follow("0", layer)
+    with watching(recorded):
+        loss = layer(torch.ones(2, 4)).sum()
+        loss.backward(retain_graph=True)
+        loss.backward()
+    assert order(recorded.spans) == ["forward 0", "backward 0", "backward 0"]
+
+
 def test_a_forward_without_gradients_has_no_backward():
     model = nn.Sequential(nn.Linear(4, 4))
     with torch.no_grad():
