@@ -284,7 +284,7 @@ class FullySharded(Replica):
                 unit.reshard()
 
     def full_state(self) -> dict[str, Tensor]:
-        """Every parameter whole, by name, on every rank: with mixed precision the masters. Collective, between steps."""
+        """Every parameter whole, by name, on every rank: with mixed precision the masters. Collective."""
         names = {param: name for name, param in self.module().named_parameters()}
         wholes = {param: whole for pack in self.packs for param, whole in pack.masters().items()}
         return {names[param]: wholes[param] for param in self.params}

@@ -226,7 +226,7 @@ def _mesh_mistakes(mesh: MeshConfig, world: int) -> Iterator[str]:
         yield f"the mesh {product} makes {ranks} ranks, but {world} are started: change [mesh] or --nproc-per-node"
     for axis, size in {**sizes, "ep": mesh.ep}.items():
         if size > 1 and axis not in ("dp", "fsdp"):
-            yield f"mesh.{axis}={size}: there is no strategy for {axis} yet; use mesh.{axis}=1, and mesh.dp or mesh.fsdp"
+            yield f"mesh.{axis}={size}: there is no strategy for {axis} yet; use mesh.{axis}=1, mesh.dp, mesh.fsdp"
 
 
 def _strategy_mistakes(config: Config) -> Iterator[str]:
