@@ -54,15 +54,18 @@ def fully_shard(module: nn.Module, group: dist.ProcessGroup) -> None:
     row = torch.cat([param.detach().flatten() for param in places])
     row = torch.cat([row, row.new_zeros(-len(row) % group.size())])  # padding
     module.shard = nn.Parameter(row.chunk(group.size())[group.rank()].clone())
-    for owner, name in [place for of_one in places.values() for place in of_one]:
-        delattr(owner, name)
     forward, sizes, shapes = module.forward, [param.numel() for param in places], [param.shape for param in places]
+    own = [(i, owner, name) for i, of_one in enumerate(places.values()) for owner, name in of_one]
+    for _, owner, name in own:
+        delattr(owner, name)
 
     def gathered(*args: Any, **kwargs: Any) -> Any:
-        weights = Gather.apply(module.shard, group)
-        for of_one, flat, shape in zip(places.values(), weights[: sum(sizes)].split(sizes), shapes, strict=True):
-            for owner, name in of_one:
-                setattr(owner, name, flat.view(shape))
-        return forward(*args, **kwargs)
+        weights = Gather.apply(module.shard, group)[: sum(sizes)].split(sizes)
+        for i, owner, name in own:
+            setattr(owner, name, weights[i].view(shapes[i]))
+        output = forward(*args, **kwargs)
+        for _, owner, name in own:
+            delattr(owner, name)  # autograd keeps what backward needs
+        return output
 
     module.forward = gathered
