@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch import nn
 
-from tests.zero.training import Recipe, same_bits, train
-from tests.zero.versions import SMALL, STAGES, VERSIONS, assembled, drilled, each_version, pieces, snapshot
+from tests.shards import assembled, pieces, snapshot
+from tests.training import Recipe, same_bits, train
+from tests.zero.versions import SMALL, STAGES, VERSIONS, drilled, each_version
 from zero import stage1, stage2, stage3
 
 F32, F64 = torch.float32, torch.float64
