@@ -1,16 +1,14 @@
-"""A model whose gradients are numbers to be read: a digit for each rank and microbatch, 1 where it took part, 0 where it
-did not, 2 where it was counted twice. Parts can be left out, or run in any order, as each rank is told.
+"""A model whose gradients are numbers to be read: a digit for each rank and microbatch, 1 where it took part, 0 where
+it did not, 2 where it was counted twice. Parts can be left out, or run in any order, as each rank is told.
 """
 
 import contextlib
-import functools
-from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from fsdp import fully_shard
-from tests.fsdp.versions import Mode, groups
+from tests.fsdp.versions import groups
 from tests.shards import assembled, pieces
 
 NAMES = ("0", "1", "2", "2.left", "2.right", "3")
@@ -43,8 +41,8 @@ class Inner(nn.Module):
 
 
 class Root(nn.ModuleList):
-    """The sum of the parts that `run` names, in that order: "3 2 2.left 1!" runs part 3, part 2 and in it its left leaf,
-    and part 1, of whose output nothing comes. Its own weight is a scalar.
+    """The sum of the parts that `run` names, in that order: "3 2 2.left 1!" runs part 3, part 2 and in it its left
+    leaf, and part 1, of whose output nothing comes. Its own weight is a scalar.
     """
 
     def __init__(self):
@@ -70,8 +68,10 @@ def sharded(run, mode, units=(*NAMES[3:5], *NAMES[:3], NAMES[5])):
 
 
 def steps(run, mode, plan, quiet="no_sync", anchored=False):
-    """What this rank holds after each step. plan: of each step, of each microbatch, of each rank what it runs. quiet: the
-    context of all microbatches but the last. anchored: whether inputs need a gradient.
+    """What this rank holds after each step.
+
+    plan: of each step, of each microbatch, of each rank what it runs. quiet: the context of all microbatches but the
+    last. anchored: whether inputs need a gradient.
     """
     model, handle = sharded(run, mode)
     done = []

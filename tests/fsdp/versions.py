@@ -1,4 +1,4 @@
-"""The ways to shard that tests run: which modules are units, what is kept from forward to backward, over which ranks."""
+"""The ways to shard that tests run: which modules are units, what is kept after forward, over which ranks."""
 
 import functools
 from dataclasses import dataclass
