@@ -1,0 +1,369 @@
+"""Demo of fully sharded data parallelism: one small model in every mode, beside one process, and a step as a picture.
+
+    python -m fsdp                                       4 local ranks
+    python -m fsdp --figure timeline.png                 the step as a picture too; needs matplotlib
+    torchrun --standalone --nproc-per-node 2 -m fsdp     the ranks of torchrun
+
+In float64, with AdamW: 13 rows a batch, dealt unevenly to the ranks and to k = 2 microbatches. U units: three blocks, and
+the root with what is left. s ranks shard, r ranks hold replicas of a shard. n is what the slots of all ranks hold, so
+padding is in it: nothing in the model divides evenly. Memory is the most that shards, slots and weights take at once.
+Last, one step under slowed links: what is computed, what is on its way, and when rank 0 waits.
+"""
+
+import contextlib
+import hashlib
+import math
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from collectives import comm, demo, timeline
+from collectives.demo import Demo
+from collectives.layout import Box
+from collectives.ledger import Ledger
+from collectives.memory import Memory
+from collectives.runtime import Runtime
+from collectives.slow import Slow
+from collectives.timeline import Span, Timeline
+from collectives.watch import watching
+from fsdp import fully_shard, simple
+from fsdp.sharded import FullySharded
+
+ROWS, STEPS, MICROBATCHES, VOCAB, WIDTH, HIDDEN, BLOCKS = 13, 3, 2, 211, 97, 331, 3
+UNITS = BLOCKS + 1
+ITEM = 8  # bytes of a float64
+DRAWN = MappingProxyType({"blocks": 4, "vocab": 256, "width": 256, "hidden": 1024})
+TOKENS, DRAWS = 256, 6  # rows of a rank; steps, of which the first settles the order
+LINK = 0.002, 1e-8  # latency in seconds, and seconds a byte: 100 MB/s
+COLLECTIVES = ("all_gather", "reduce_scatter")
+
+
+class Block(nn.Module):
+    """A feed-forward layer."""
+
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.RMSNorm(width), nn.Linear(width, hidden), nn.Linear(hidden, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.up(self.norm(x)).relu())  # [B, D]
+
+
+class Model(nn.Module):
+    """The next token from one token."""
+
+    def __init__(self, blocks: int = BLOCKS, vocab: int = VOCAB, width: int = WIDTH, hidden: int = HIDDEN) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(vocab, width), nn.Linear(width, vocab)
+        self.blocks = nn.Sequential(*(Block(width, hidden) for _ in range(blocks)))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.blocks(self.embed(ids)))  # [B] → [B, V]
+
+
+K = MICROBATCHES
+ROOT_AND_TWO = ("root + 2 units", lambda n, root, unit: root + 2 * unit)
+ALL_AND_ONE = ("n + 1 unit", lambda n, root, unit: n + unit)
+FREED = MappingProxyType({"reshard_after_forward": True})
+
+
+class Mode(NamedTuple):
+    """A way to shard, and what a step comes to: how often each unit is gathered, reduced and added to replicas."""
+
+    name: str
+    sent: str  # formulas, of bytes sent and of collectives
+    calls: str
+    gathers: int
+    reductions: int
+    replications: int = 0
+    kept_roots: int = 0  # gathers that the root does without
+    shards: str = "all"  # of the ranks: all, half, or one
+    sync: str = ""  # the method of the handle around all microbatches but the last
+    alive: tuple[str, Callable[[int, int, int], int]] = ROOT_AND_TWO  # of the weights at the peak, beside the shards
+    settings: Mapping[str, Any] = FREED
+
+
+MODES = (
+    Mode("full shard", "3kn(s-1)/s", "3kU + 1", 2 * K, K),
+    Mode("no prefetch", "3kn(s-1)/s", "3kU + 1", 2 * K, K, settings=FREED | {"prefetch": 0}),
+    Mode("no_sync", "(2k+1)n(s-1)/s", "(2k+1)U + 1", 2 * K, 1, sync="no_sync"),
+    Mode("default, root kept", "k(3n - root)(s-1)/s", "3kU - k + 1", 2 * K, K, kept_roots=K, settings={}),
+    Mode(
+        *("shard grad-op", "2kn(s-1)/s", "2kU + 1", K, K),
+        **{"alive": ALL_AND_ONE, "settings": {"reshard_after_forward": False}},
+    ),
+    Mode("hybrid", "3kn(s-1)/s + 2k(n/s)(r-1)/r", "4kU + 2", 2 * K, K, K, shards="half"),
+    Mode(
+        *("no_replica_sync", "3kn(s-1)/s + 2(n/s)(r-1)/r", "(3k+1)U + 2", 2 * K, K, 1),
+        **{"shards": "half", "sync": "no_replica_sync"},
+    ),
+    Mode(
+        *("no shard", "2kn(r-1)/r", "kU + 1", 0, 0, K),
+        **{"shards": "one", "alive": ("0", lambda n, root, unit: 0)},
+    ),
+)
+
+
+def work(run: Runtime, show: Demo) -> None:
+    """The short version, every mode, the picture."""
+    torch.manual_seed(0)
+    batches = torch.randint(VOCAB, (STEPS, ROWS, 2))  # the same everywhere
+    reference = alone(batches)
+    forty_lines(run, show, batches, reference)
+    bits = {}
+    for mode in MODES:
+        if mode.shards != "half" or (run.size >= 4 and run.size % 2 == 0):
+            bits[mode.name] = train(run, show, mode, batches, reference)
+    show.part = "together"
+    show.claim("prefetch 0 and 1", "1, bit for bit", 1, len({bits["full shard"], bits["no prefetch"]}))
+    picture(run, show)
+
+
+# -- beside one process ------------------------------------------------------------------------------------------------
+
+
+class Reference(NamedTuple):
+    """What one process does with whole batches. Tensors by name."""
+
+    initial: dict[str, Tensor]
+    gradients: list[dict[str, Tensor]]  # of each step
+    last: dict[str, Tensor]
+
+
+def alone(batches: Tensor) -> Reference:
+    """The weights, the gradients of each step, and the weights after the last."""
+    model, gradients = made(0), []
+    initial = {name: param.detach().clone() for name, param in model.named_parameters()}
+    optimizer = adamw(model.parameters())
+    for batch in batches:
+        optimizer.zero_grad()
+        (cross_entropy(model(batch[:, 0]), batch[:, 1], reduction="sum") / ROWS).backward()
+        gradients.append({name: param.grad.clone() for name, param in model.named_parameters()})
+        optimizer.step()
+    return Reference(initial, gradients, {name: param.detach() for name, param in model.named_parameters()})
+
+
+def made(seed: int) -> Model:
+    """A model of this seed."""
+    torch.manual_seed(seed)
+    return Model().double()
+
+
+def adamw(params: Iterable[nn.Parameter]) -> torch.optim.AdamW:
+    """eps is large, because Adam divides by the gradient: noise in a tiny one would be a large part of the update."""
+    return torch.optim.AdamW(params, lr=1e-2, eps=1e-4)
+
+
+def backward(run: Runtime, model: Model, batch: Tensor, waits: Callable[[], Any] = contextlib.nullcontext) -> None:
+    """The gradient of this rank's rows, in microbatches; a loss is the mean over all rows, and ranks average theirs."""
+    for i, part in enumerate(batch.tensor_split(run.size)[run.rank].tensor_split(K), start=1):
+        with waits() if i < K else contextlib.nullcontext():
+            ids, labels = part.unbind(1)
+            (cross_entropy(model(ids), labels, reduction="sum") * run.size / ROWS).backward()
+
+
+def worst(difference: Tensor, scale: float) -> float:
+    """The largest entry as a share of `scale`; infinite where one is not a number: max(0.0, nan) is 0.0."""
+    largest = float(difference.abs().max()) / scale if difference.numel() else 0.0
+    return largest if math.isfinite(largest) else math.inf
+
+
+def judge(show: Demo, gradient_errors: Iterable[float], ours: Mapping[str, Tensor], reference: Reference) -> None:
+    """Parity of gradients, and of the weights after the last step."""
+    moved = {name: float((reference.last[name] - value).abs().max()) for name, value in reference.initial.items()}
+    show.parity("gradients", max(gradient_errors), 1e-12)
+    errors = [worst(value - reference.last[name], moved[name]) for name, value in ours.items()]
+    show.parity(f"update, {STEPS} steps", max(errors), 1e-10)
+
+
+# -- forty lines -------------------------------------------------------------------------------------------------------
+
+
+def forty_lines(run: Runtime, show: Demo, batches: Tensor, reference: Reference) -> None:
+    """simple.py: an autograd function a unit."""
+    show.part = "simple.py"
+    model = made(0)
+    whole = {name: param.shape for name, param in model.named_parameters()}
+    units = {**{f"blocks.{i}.": block for i, block in enumerate(model.blocks)}, "": model}
+    for unit in units.values():
+        simple.fully_shard(unit, run.world)
+    optimizer, errors = adamw(model.parameters()), []
+    for batch, expected in zip(batches, reference.gradients, strict=True):
+        optimizer.zero_grad()
+        before = demo.bytes_written()
+        with watching(book := Ledger()), show.time("forward and backward"):
+            backward(run, model, batch)
+        sent = demo.bytes_since(before)
+        ours = rows_of(run, {name: unit.shard.grad for name, unit in units.items()}, whole)
+        errors += [worst(grad - expected[name], float(expected[name].abs().max())) for name, grad in ours.items()]
+        optimizer.step()
+    judge(show, errors, rows_of(run, {name: unit.shard.detach() for name, unit in units.items()}, whole), reference)
+    calls = sum(row.calls for row in book.rows())
+    show.claim("collectives a step", "2kU", 2 * K * UNITS if run.size > 1 else calls, calls)
+    n = run.size * sum(unit.shard.nbytes for unit in units.values())
+    show.traffic("bytes sent a step", "2kn(P-1)/P", 2 * K * n * (run.size - 1) // run.size, sent, calls=calls)
+
+
+def rows_of(run: Runtime, shards: Mapping[str, Tensor], whole: Mapping[str, torch.Size]) -> dict[str, Tensor]:
+    """The tensors of which these shards of units are made, by name. Collective."""
+    found, unseen = {}, dict(whole)
+    for unit, shard in shards.items():
+        row = torch.cat(comm.all_gather_object(shard, group=run.world))
+        for name in [name for name in unseen if name.startswith(unit)]:
+            shape = unseen.pop(name)
+            found[name], row = row[: shape.numel()].view(shape), row[shape.numel() :]
+    return found
+
+
+# -- every mode --------------------------------------------------------------------------------------------------------
+
+
+def train(run: Runtime, show: Demo, mode: Mode, batches: Tensor, reference: Reference) -> str:
+    """A few steps. Ranks start from weights of their own, which wrap makes rank 0's. Returns a digest of the last."""
+    shards = {"all": run.size, "half": run.size // 2, "one": 1}[mode.shards]
+    show.part = mode.name
+    model = made(run.rank)
+    sizes = padded(model, shards)
+    handle = wrap(run, model, shards, mode.settings)
+    if run.rank == 0:
+        print(f"{mode.name}, s = {shards}, r = {run.size // shards}: {handle.padding()}", flush=True)
+    optimizer, errors = handle.optimizer(adamw(handle.parameters())), []
+    for batch, expected in zip(batches, reference.gradients, strict=True):
+        optimizer.zero_grad()
+        before = demo.bytes_written()
+        with watching(book := Ledger()), show.time("a step"), parameters_alive(handle) as levels:
+            backward(run, model, batch, getattr(handle, mode.sync) if mode.sync else contextlib.nullcontext)
+            handle.finish()
+            optimizer.step()
+            handle.after_step()
+        sent = demo.bytes_since(before)
+        errors.append(error_of_shards(handle, expected))
+    with handle.whole():
+        ours = {name: param.detach().clone() for name, param in model.named_parameters()}
+    judge(show, errors, ours, reference)
+    measure(run, show, mode, handle, sizes, book, sent, max(levels))
+    return hashlib.sha256(torch.cat([value.flatten() for value in ours.values()]).numpy()).hexdigest()
+
+
+def wrap(run: Runtime, model: Model, shards: int, settings: Mapping[str, Any]) -> FullySharded:
+    """Shard over groups of neighbours, replicate over the others; all ranks make all groups, in one order."""
+    ranks = range(run.size)
+    sharding = [run.new_group(ranks[first : first + shards]) for first in range(0, run.size, shards)]
+    replicas = [run.new_group(ranks[first::shards]) for first in range(shards)]
+    group, others = sharding[run.rank // shards], replicas[run.rank % shards]
+    settings = {**settings, "replicate_group": others if shards < run.size else None}
+    for block in model.blocks:
+        fully_shard(block, group, **settings)
+    return fully_shard(model, group, **settings)
+
+
+class Sizes(NamedTuple):
+    """Bytes of all weights, of the root's and of a block's, as this many ranks hold them: every piece as the longest."""
+
+    n: int
+    root: int
+    unit: int
+
+
+def padded(model: Model, ranks: int) -> Sizes:
+    """By arithmetic."""
+    sizes = {name: p[0].numel() * -(-len(p) // ranks) * ranks * ITEM for name, p in model.named_parameters()}
+    units = [sum(size for name, size in sizes.items() if name.startswith(f"blocks.{i}.")) for i in range(BLOCKS)]
+    return Sizes(sum(sizes.values()), sum(sizes.values()) - sum(units), units[0])
+
+
+@contextlib.contextmanager
+def parameters_alive(handle: FullySharded) -> Iterator[list[int]]:
+    """Inside, the bytes of shards, slots and weights are noted whenever memory has come."""
+    allocate, levels = Memory.allocate, [nbytes(handle)]
+
+    def noted(memory: Memory) -> Tensor:
+        tensor = allocate(memory)
+        levels.append(nbytes(handle))
+        return tensor
+
+    with mock.patch.object(Memory, "allocate", noted):
+        yield levels
+
+
+def nbytes(handle: FullySharded) -> int:
+    """Of the storages behind the parameters, now."""
+    tensors = [pack.shard for pack in handle.packs]
+    tensors += [memory.tensor for pack in handle.packs if not pack.alone for memory in (pack.packed, pack.weights)]
+    return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
+
+
+def error_of_shards(handle: FullySharded, expected: Mapping[str, Tensor]) -> float:
+    """The largest error of this rank's gradients, each as a share of its tensor's largest entry."""
+    errors = [0.0]
+    for shard in handle.parameters():
+        whole = expected[shard.held.name]
+        for box in shard.held.boxes:
+            errors.append(worst(shard.grad - whole[box.slices(Box.whole(whole.shape))], float(whole.abs().max())))
+    return max(errors)
+
+
+def measure(
+    run: Runtime, show: Demo, mode: Mode, handle: FullySharded, sizes: Sizes, book: Ledger, sent: int | None, most: int
+) -> None:
+    """Collectives, bytes and memory of the last step, beside their formulas."""
+    shards, replicas = handle.group.size(), run.size // handle.group.size()
+    times = (mode.gathers + mode.reductions + mode.replications) * UNITS - mode.kept_roots
+    calls = sum(row.calls for row in book.rows() if len(row.ranks) > 1)
+    agreements = (shards > 1) + (replicas > 1)
+    show.claim("collectives a step", mode.calls, times + agreements if run.size > 1 else 0, calls)
+    passed = (mode.gathers + mode.reductions) * sizes.n - mode.kept_roots * sizes.root
+    expected = passed * (shards - 1) // shards + 2 * mode.replications * sizes.n // shards * (replicas - 1) // replicas
+    show.traffic("bytes sent a step", mode.sent, expected, sent, calls=calls)
+    formula, alive = mode.alive
+    beside = alive(*sizes) if not all(pack.alone for pack in handle.packs) else 0
+    # Weights have no padding, but each starts at a multiple of 64 bytes.
+    slack = sizes.n - sum(param.numel() * ITEM for param in handle.params) + 64 * len(handle.params)
+    show.claim("parameters, peak", f"n/s + {formula}", sizes.n // shards + beside, most, allowed=slack)
+
+
+# -- a step ------------------------------------------------------------------------------------------------------------
+
+
+def picture(run: Runtime, show: Demo) -> None:
+    """One step under slowed links, with prefetch and without."""
+    lanes = {f"prefetch={prefetch}": one_step(run, prefetch) for prefetch in (0, 1)}
+    if run.rank == 0:
+        for name, spans in lanes.items():
+            exposed, under_way = timeline.busy(spans, "waits"), sum(timeline.busy(spans, lane) for lane in COLLECTIVES)
+            print(f"rank 0, {name}: {1e3 * under_way:.0f} ms on the link, {1e3 * exposed:.0f} ms of waiting")
+            print(timeline.text(spans, width=120))
+        if show.figure:
+            title = f"a step of rank 0 of {run.size}, four blocks, slowed links"
+            timeline.draw(show.figure, *lanes.values(), names=list(lanes), title=title)
+
+
+def one_step(run: Runtime, prefetch: int) -> list[Span]:
+    """What this rank does in the shortest of some steps of a model of four blocks, from time 0 on: what else runs on
+    the machine makes the others longer.
+    """
+    torch.manual_seed(0)
+    model = Model(**DRAWN)
+    handle, recorded, steps = wrap(run, model, run.size, {"prefetch": prefetch}), Timeline(), []
+    for i, block in enumerate(model.blocks):
+        recorded.follow(f"blocks.{i}", block)
+    for _ in range(DRAWS):
+        recorded.spans = []
+        comm.barrier(group=run.world)
+        with watching(Slow(*LINK), recorded):
+            model(torch.arange(TOKENS)).square().mean().backward()
+            handle.finish()
+            recorded.close()
+        start = min(span.start for span in recorded.spans)
+        steps.append([Span(lane, name, a - start, b - start) for lane, name, a, b in recorded.spans])
+    return min(steps[1:], key=lambda spans: max(span.stop for span in spans))
+
+
+if __name__ == "__main__":
+    sys.exit(demo.main(work, figure="a step of rank 0 as lanes over time"))
