@@ -1,75 +1,56 @@
-"""Demo of fully sharded data parallelism: one small model in every mode, beside one process, and a step as a picture.
+"""Demo of fully sharded data parallelism: one small model, sharded in every way, beside one process.
 
     python -m fsdp                                       4 local ranks
-    python -m fsdp --figure timeline.png                 the step as a picture too; needs matplotlib
     torchrun --standalone --nproc-per-node 2 -m fsdp     the ranks of torchrun
 
-In float64, with AdamW: 13 rows a batch, dealt unevenly to the ranks and to k = 2 microbatches. U units: three blocks, and
-the root with what is left. s ranks shard, r ranks hold replicas of a shard. n is what the slots of all ranks hold, so
+In float64, with AdamW: 13 rows a batch, dealt unevenly to the ranks and to k = 2 microbatches. U units: three blocks,
+and the root with what is left. s ranks shard, r ranks have the same shards. n is what the slots of all ranks hold, so
 padding is in it: nothing in the model divides evenly. Memory is the most that shards, slots and weights take at once.
-Last, one step under slowed links: what is computed, what is on its way, and when rank 0 waits.
 """
 
 import contextlib
 import hashlib
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
-from unittest import mock
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from collectives import comm, demo, timeline
+from collectives import comm, demo
 from collectives.demo import Demo
 from collectives.layout import Box
 from collectives.ledger import Ledger
-from collectives.memory import Memory
 from collectives.runtime import Runtime
-from collectives.slow import Slow
-from collectives.timeline import Span, Timeline
 from collectives.watch import watching
 from fsdp import fully_shard, simple
 from fsdp.sharded import FullySharded
+from fsdp.study import Block, most_alive
 
 ROWS, STEPS, MICROBATCHES, VOCAB, WIDTH, HIDDEN, BLOCKS = 13, 3, 2, 211, 97, 331, 3
 UNITS = BLOCKS + 1
 ITEM = 8  # bytes of a float64
-DRAWN = MappingProxyType({"blocks": 4, "vocab": 256, "width": 256, "hidden": 1024})
-TOKENS, DRAWS = 256, 6  # rows of a rank; steps, of which the first settles the order
-LINK = 0.002, 1e-8  # latency in seconds, and seconds a byte: 100 MB/s
-COLLECTIVES = ("all_gather", "reduce_scatter")
-
-
-class Block(nn.Module):
-    """A feed-forward layer."""
-
-    def __init__(self, width: int, hidden: int) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.RMSNorm(width), nn.Linear(width, hidden), nn.Linear(hidden, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(self.up(self.norm(x)).relu())  # [B, D]
 
 
 class Model(nn.Module):
     """The next token from one token."""
 
-    def __init__(self, blocks: int = BLOCKS, vocab: int = VOCAB, width: int = WIDTH, hidden: int = HIDDEN) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.embed, self.head = nn.Embedding(vocab, width), nn.Linear(width, vocab)
-        self.blocks = nn.Sequential(*(Block(width, hidden) for _ in range(blocks)))
+        self.embed, self.head = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, VOCAB)
+        self.blocks = nn.Sequential(*(Block(WIDTH, HIDDEN) for _ in range(BLOCKS)))
 
     def forward(self, ids: Tensor) -> Tensor:
         return self.head(self.blocks(self.embed(ids)))  # [B] → [B, V]
 
 
 K = MICROBATCHES
-ROOT_AND_TWO = ("root + 2 units", lambda n, root, unit: root + 2 * unit)
-ALL_AND_ONE = ("n + 1 unit", lambda n, root, unit: n + unit)
+ROOT_AND_TWO = (" + root + 2 units", lambda n, root, unit: root + 2 * unit)
+ALL_AND_ONE = (" + n + 1 unit", lambda n, root, unit: n + unit)
+NOTHING = ("", lambda n, root, unit: 0)
 FREED = MappingProxyType({"reshard_after_forward": True})
 
 
@@ -105,13 +86,13 @@ MODES = (
     ),
     Mode(
         *("no shard", "2kn(r-1)/r", "kU + 1", 0, 0, K),
-        **{"shards": "one", "alive": ("0", lambda n, root, unit: 0)},
+        **{"shards": "one", "alive": NOTHING},
     ),
 )
 
 
 def work(run: Runtime, show: Demo) -> None:
-    """The short version, every mode, the picture."""
+    """The short version, then every mode."""
     torch.manual_seed(0)
     batches = torch.randint(VOCAB, (STEPS, ROWS, 2))  # the same everywhere
     reference = alone(batches)
@@ -122,7 +103,6 @@ def work(run: Runtime, show: Demo) -> None:
             bits[mode.name] = train(run, show, mode, batches, reference)
     show.part = "together"
     show.claim("prefetch 0 and 1", "1, bit for bit", 1, len({bits["full shard"], bits["no prefetch"]}))
-    picture(run, show)
 
 
 # -- beside one process ------------------------------------------------------------------------------------------------
@@ -237,7 +217,7 @@ def train(run: Runtime, show: Demo, mode: Mode, batches: Tensor, reference: Refe
     for batch, expected in zip(batches, reference.gradients, strict=True):
         optimizer.zero_grad()
         before = demo.bytes_written()
-        with watching(book := Ledger()), show.time("a step"), parameters_alive(handle) as levels:
+        with watching(book := Ledger()), show.time("a step"), most_alive(handle) as levels:
             backward(run, model, batch, getattr(handle, mode.sync) if mode.sync else contextlib.nullcontext)
             handle.finish()
             optimizer.step()
@@ -247,7 +227,10 @@ def train(run: Runtime, show: Demo, mode: Mode, batches: Tensor, reference: Refe
     with handle.whole():
         ours = {name: param.detach().clone() for name, param in model.named_parameters()}
     judge(show, errors, ours, reference)
-    measure(run, show, mode, handle, sizes, book, sent, max(levels))
+    calls = sum(row.calls for row in book.rows() if len(row.ranks) > 1)
+    show.claim("collectives a step", mode.calls, collectives(mode, run, shards), calls)
+    show.traffic("bytes sent a step", mode.sent, traffic(mode, run, shards, sizes), sent, calls=calls)
+    claim_memory(show, mode, handle, sizes, max(levels))
     return hashlib.sha256(torch.cat([value.flatten() for value in ours.values()]).numpy()).hexdigest()
 
 
@@ -264,7 +247,7 @@ def wrap(run: Runtime, model: Model, shards: int, settings: Mapping[str, Any]) -
 
 
 class Sizes(NamedTuple):
-    """Bytes of all weights, of the root's and of a block's, as this many ranks hold them: every piece as the longest."""
+    """Bytes of all weights, of the root's and of a block's, every piece counted as the longest."""
 
     n: int
     root: int
@@ -272,31 +255,10 @@ class Sizes(NamedTuple):
 
 
 def padded(model: Model, ranks: int) -> Sizes:
-    """By arithmetic."""
+    """Of what this many ranks hold together, by arithmetic."""
     sizes = {name: p[0].numel() * -(-len(p) // ranks) * ranks * ITEM for name, p in model.named_parameters()}
     units = [sum(size for name, size in sizes.items() if name.startswith(f"blocks.{i}.")) for i in range(BLOCKS)]
     return Sizes(sum(sizes.values()), sum(sizes.values()) - sum(units), units[0])
-
-
-@contextlib.contextmanager
-def parameters_alive(handle: FullySharded) -> Iterator[list[int]]:
-    """Inside, the bytes of shards, slots and weights are noted whenever memory has come."""
-    allocate, levels = Memory.allocate, [nbytes(handle)]
-
-    def noted(memory: Memory) -> Tensor:
-        tensor = allocate(memory)
-        levels.append(nbytes(handle))
-        return tensor
-
-    with mock.patch.object(Memory, "allocate", noted):
-        yield levels
-
-
-def nbytes(handle: FullySharded) -> int:
-    """Of the storages behind the parameters, now."""
-    tensors = [pack.shard for pack in handle.packs]
-    tensors += [memory.tensor for pack in handle.packs if not pack.alone for memory in (pack.packed, pack.weights)]
-    return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
 
 
 def error_of_shards(handle: FullySharded, expected: Mapping[str, Tensor]) -> float:
@@ -309,61 +271,30 @@ def error_of_shards(handle: FullySharded, expected: Mapping[str, Tensor]) -> flo
     return max(errors)
 
 
-def measure(
-    run: Runtime, show: Demo, mode: Mode, handle: FullySharded, sizes: Sizes, book: Ledger, sent: int | None, most: int
-) -> None:
-    """Collectives, bytes and memory of the last step, beside their formulas."""
-    shards, replicas = handle.group.size(), run.size // handle.group.size()
-    times = (mode.gathers + mode.reductions + mode.replications) * UNITS - mode.kept_roots
-    calls = sum(row.calls for row in book.rows() if len(row.ranks) > 1)
-    agreements = (shards > 1) + (replicas > 1)
-    show.claim("collectives a step", mode.calls, times + agreements if run.size > 1 else 0, calls)
+def collectives(mode: Mode, run: Runtime, shards: int) -> int:
+    """Of each unit those of the mode; and one small all_reduce a group, which agrees on what was used."""
+    if run.size == 1:
+        return 0
+    of_units = (mode.gathers + mode.reductions + mode.replications) * UNITS - mode.kept_roots
+    return of_units + (shards > 1) + (shards < run.size)
+
+
+def traffic(mode: Mode, run: Runtime, shards: int, sizes: Sizes) -> int:
+    """Bytes that a rank sends in the shard group, and of its shard among the replicas."""
+    replicas = run.size // shards
     passed = (mode.gathers + mode.reductions) * sizes.n - mode.kept_roots * sizes.root
-    expected = passed * (shards - 1) // shards + 2 * mode.replications * sizes.n // shards * (replicas - 1) // replicas
-    show.traffic("bytes sent a step", mode.sent, expected, sent, calls=calls)
-    formula, alive = mode.alive
-    beside = alive(*sizes) if not all(pack.alone for pack in handle.packs) else 0
-    # Weights have no padding, but each starts at a multiple of 64 bytes.
+    added = 2 * mode.replications * sizes.n // shards
+    return passed * (shards - 1) // shards + added * (replicas - 1) // replicas
+
+
+def claim_memory(show: Demo, mode: Mode, handle: FullySharded, sizes: Sizes, most: int) -> None:
+    """Shards, and what the mode has alive beside them; nothing where a rank shards with nobody."""
+    formula, alive = mode.alive if handle.group.size() > 1 else NOTHING
+    # Whole weights have no padding, but each starts at a multiple of 64 bytes.
     slack = sizes.n - sum(param.numel() * ITEM for param in handle.params) + 64 * len(handle.params)
-    show.claim("parameters, peak", f"n/s + {formula}", sizes.n // shards + beside, most, allowed=slack)
-
-
-# -- a step ------------------------------------------------------------------------------------------------------------
-
-
-def picture(run: Runtime, show: Demo) -> None:
-    """One step under slowed links, with prefetch and without."""
-    lanes = {f"prefetch={prefetch}": one_step(run, prefetch) for prefetch in (0, 1)}
-    if run.rank == 0:
-        for name, spans in lanes.items():
-            exposed, under_way = timeline.busy(spans, "waits"), sum(timeline.busy(spans, lane) for lane in COLLECTIVES)
-            print(f"rank 0, {name}: {1e3 * under_way:.0f} ms on the link, {1e3 * exposed:.0f} ms of waiting")
-            print(timeline.text(spans, width=120))
-        if show.figure:
-            title = f"a step of rank 0 of {run.size}, four blocks, slowed links"
-            timeline.draw(show.figure, *lanes.values(), names=list(lanes), title=title)
-
-
-def one_step(run: Runtime, prefetch: int) -> list[Span]:
-    """What this rank does in the shortest of some steps of a model of four blocks, from time 0 on: what else runs on
-    the machine makes the others longer.
-    """
-    torch.manual_seed(0)
-    model = Model(**DRAWN)
-    handle, recorded, steps = wrap(run, model, run.size, {"prefetch": prefetch}), Timeline(), []
-    for i, block in enumerate(model.blocks):
-        recorded.follow(f"blocks.{i}", block)
-    for _ in range(DRAWS):
-        recorded.spans = []
-        comm.barrier(group=run.world)
-        with watching(Slow(*LINK), recorded):
-            model(torch.arange(TOKENS)).square().mean().backward()
-            handle.finish()
-            recorded.close()
-        start = min(span.start for span in recorded.spans)
-        steps.append([Span(lane, name, a - start, b - start) for lane, name, a, b in recorded.spans])
-    return min(steps[1:], key=lambda spans: max(span.stop for span in spans))
+    expected = sizes.n // handle.group.size() + alive(*sizes)
+    show.claim("parameters, peak", f"n/s{formula}", expected, most, allowed=slack)
 
 
 if __name__ == "__main__":
-    sys.exit(demo.main(work, figure="a step of rank 0 as lanes over time"))
+    sys.exit(demo.main(work))

@@ -1,0 +1,214 @@
+"""What the size of a unit and prefetch do to a step: the granularity of wrapping, and one step as lanes over time.
+
+    python -m fsdp.study                       2 local ranks
+    python -m fsdp.study --figure lanes.png    the lanes as a picture too; needs matplotlib
+
+Eight blocks in units of 1, 2, 4 and 8, everything freed after forward. A unit is one message, so small ones pay the
+latency often; and it is one lifetime, so large ones take much memory at once, and their first gather and last reduction
+have nothing to hide under. Links slowed either way (slow.py) show the two. The machine is shared, so a time is that of
+the shortest of some steps, and is not judged; collectives, bytes and the weights alive are. Lectures A and the series,
+on wrap granularity and prefetch (docs/notation.md).
+"""
+
+import contextlib
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+
+from collectives import allocated, comm, demo, timeline
+from collectives.demo import Demo
+from collectives.ledger import Ledger
+from collectives.memory import Memory
+from collectives.runtime import Runtime
+from collectives.slow import Slow
+from collectives.timeline import Span, Timeline
+from collectives.watch import Watcher, watching
+from fsdp.sharded import FullySharded
+from fsdp.wrap import fully_shard
+
+BLOCKS, VOCAB, WIDTH, HIDDEN, TOKENS, STEPS = 8, 256, 256, 512, 256, 4
+SIZES = (1, 2, 4, 8)  # blocks in a unit
+LINKS = MappingProxyType({"as it is": None, "+ 10 ms a call": (0.01, 0.0), "at 100 MB/s": (0.0, 1e-8)})
+LANES_LINK, LANES_SIZE = (0.002, 1e-8), 2  # for the lanes: 2 ms a call and 100 MB/s; units of two blocks
+FREED = MappingProxyType({"reshard_after_forward": True})
+
+
+class Block(nn.Module):
+    """A feed-forward layer."""
+
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.RMSNorm(width), nn.Linear(width, hidden), nn.Linear(hidden, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.up(self.norm(x)).relu())  # [B, D]
+
+
+class Stack(nn.Module):
+    """An embedding, blocks in groups of `size`, a head."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, VOCAB)
+        groups = [nn.Sequential(*(Block(WIDTH, HIDDEN) for _ in range(size))) for _ in range(BLOCKS // size)]
+        self.units = nn.Sequential(*groups)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.units(self.embed(ids)))  # [B] → [B, V]
+
+
+class Trained:
+    """A stack whose groups are units, and its steps."""
+
+    def __init__(self, run: Runtime, size: int, settings: Mapping[str, Any]) -> None:
+        torch.manual_seed(0)
+        self.run, self.model, self.ids = run, Stack(size), torch.arange(TOKENS) % VOCAB
+        for unit in self.model.units:
+            # IDEA: a unit is a message and a lifetime at once: its size trades latency for memory and overlap.
+            fully_shard(unit, run.world, **settings)
+        self.handle = fully_shard(self.model, run.world, **settings)
+        self.step()  # which settles the order of units
+
+    def step(self) -> None:
+        """A step without its update."""
+        self.model(self.ids).square().mean().backward()
+        self.handle.finish()
+        for shard in self.handle.parameters():
+            shard.grad = None
+
+    def seconds(self, *watchers: Watcher) -> float:
+        """Of the shortest of some steps."""
+        taken = []
+        for _ in range(STEPS):
+            comm.barrier(group=self.run.world)
+            began = time.perf_counter()
+            with watching(*watchers):
+                self.step()
+            taken.append(time.perf_counter() - began)
+        return min(taken)
+
+
+def work(run: Runtime, show: Demo) -> None:
+    """The table, then the lanes."""
+    rows = [granularity(run, show, size) for size in SIZES]
+    if run.rank == 0:
+        print(table(rows))
+    lanes = {f"prefetch={prefetch}": one_step(run, prefetch) for prefetch in (0, 1)}
+    if run.rank == 0 and run.size > 1:
+        for name, spans in lanes.items():
+            print(f"\n{name}: {told(spans)}\n{timeline.text(spans, width=120)}")
+        if show.figure:
+            title = f"a step of rank 0 of {run.size}: units of two blocks, slowed links"
+            timeline.draw(
+                show.figure, *lanes.values(), names=[f"{name}: {told(lanes[name])}" for name in lanes], title=title
+            )
+
+
+# -- granularity -------------------------------------------------------------------------------------------------------
+
+
+class Row(NamedTuple):
+    """What a step of units of this many blocks comes to. Bytes of this rank."""
+
+    size: int
+    calls: int
+    sent: float
+    alive: int
+    peak: int
+    seconds: list[float]  # by link
+
+
+def granularity(run: Runtime, show: Demo, size: int) -> Row:
+    """Measure one, and claim what is arithmetic."""
+    show.part = f"units of {size}"
+    trained = Trained(run, size, FREED)
+    before = demo.bytes_written()
+    with watching(book := Ledger()), most_alive(trained.handle) as levels:
+        trained.step()
+    sent = demo.bytes_since(before)
+    calls = sum(row.calls for row in book.rows())
+    root, *units = [sum(param.nbytes for pack in unit.packs for param in pack.params) for unit in trained.handle.units]
+    n = root + sum(units)
+    show.claim("collectives", "3U + 1", 3 * len(trained.handle.units) + 1 if run.size > 1 else calls, calls)
+    show.traffic("bytes sent", "3n(P-1)/P", 3 * n * (run.size - 1) // run.size, sent, calls=calls)
+    if run.size > 1:
+        slack = 64 * len(trained.handle.params) + run.size * sum(4 * p[0].numel() for p in trained.handle.params)
+        show.claim(
+            "parameters, peak", "n/P + root + 2 units", n // run.size + root + 2 * units[0], max(levels), allowed=slack
+        )
+    peak = allocated.peak_bytes(trained.step, run.device)
+    seconds = [trained.seconds(*([Slow(*link)] if link else [])) for link in LINKS.values()]
+    return Row(size, calls, sum(row.algorithm for row in book.rows()), max(levels), peak, seconds)
+
+
+def table(rows: list[Row]) -> str:
+    """As text."""
+    columns = (
+        f"{'blocks a unit':>13} {'collectives':>11} {'sent, MB':>8} {'parameters alive':>16} {'peak of a step':>14}"
+    )
+    links = " ".join(f"{name:>14}" for name in LINKS)
+    lines = [
+        f"{row.size:13} {row.calls:11} {row.sent / 1e6:8.2f} {row.alive / 1e6:16.2f} {row.peak / 1e6:14.2f}  "
+        + " ".join(f"{1e3 * seconds:14.0f}" for seconds in row.seconds)
+        for row in rows
+    ]
+    return "\n".join([f"{columns}  ms a step, on the link", f"{'':68}{links}", *lines])
+
+
+@contextlib.contextmanager
+def most_alive(handle: FullySharded) -> Iterator[list[int]]:
+    """Inside, the bytes of this rank's shards, slots and weights are noted at first and whenever memory has come."""
+    allocate, levels = Memory.allocate, [nbytes(handle)]
+
+    def noted(memory: Memory) -> Tensor:
+        tensor = allocate(memory)
+        levels.append(nbytes(handle))
+        return tensor
+
+    with mock.patch.object(Memory, "allocate", noted):
+        yield levels
+
+
+def nbytes(handle: FullySharded) -> int:
+    """Of the storages behind the parameters, now."""
+    tensors = [pack.shard for pack in handle.packs]
+    tensors += [memory.tensor for pack in handle.packs if not pack.alone for memory in (pack.packed, pack.weights)]
+    return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
+
+
+# -- lanes -------------------------------------------------------------------------------------------------------------
+
+
+def one_step(run: Runtime, prefetch: int) -> list[Span]:
+    """What this rank does in the shortest of some steps, from time 0 on."""
+    trained, recorded, steps = Trained(run, LANES_SIZE, {"prefetch": prefetch}), Timeline(), []
+    for i, unit in enumerate(trained.model.units):
+        recorded.follow(f"units.{i}", unit)
+    for _ in range(2 * STEPS):
+        recorded.spans = []
+        comm.barrier(group=run.world)
+        with watching(Slow(*LANES_LINK), recorded):
+            trained.step()
+            recorded.close()
+        start = min(span.start for span in recorded.spans)
+        steps.append([Span(lane, name, a - start, b - start) for lane, name, a, b in recorded.spans])
+    return min(steps, key=lambda spans: max(span.stop for span in spans))
+
+
+def told(spans: list[Span]) -> str:
+    """How much of what is on its way hides under computing."""
+    link = [Span("link", "", span.start, span.stop) for span in spans if span.lane not in ("compute", "waits")]
+    total, hidden = timeline.busy(link, "link"), timeline.overlap([*spans, *link], "link", "compute")
+    end, waits = max(span.stop for span in spans), timeline.busy(spans, "waits")
+    end, hidden, total, waits = (round(1e3 * seconds) for seconds in (end, hidden, total, waits))
+    return f"{end} ms; {hidden} of {total} ms on the link hide under computing; {waits} ms of waits"
+
+
+if __name__ == "__main__":
+    sys.exit(demo.main(work, ranks=2, figure="a step of rank 0 as lanes over time"))
