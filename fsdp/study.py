@@ -11,6 +11,7 @@ on wrap granularity and prefetch (docs/notation.md).
 """
 
 import contextlib
+import hashlib
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -76,11 +77,16 @@ class Trained:
         self.step()  # which settles the order of units
 
     def step(self) -> None:
-        """A step without its update."""
-        self.model(self.ids).square().mean().backward()
-        self.handle.finish()
+        """A step without its update, the gradients of the one before dropped."""
         for shard in self.handle.parameters():
             shard.grad = None
+        self.model(self.ids).square().mean().backward()
+        self.handle.finish()
+
+    def digest(self) -> str:
+        """Of all gradients of this rank."""
+        row = torch.cat([shard.grad.flatten() for shard in self.handle.parameters()])
+        return hashlib.sha256(row.numpy()).hexdigest()
 
     def seconds(self, *watchers: Watcher) -> float:
         """Of the shortest of some steps."""
@@ -97,6 +103,8 @@ class Trained:
 def work(run: Runtime, show: Demo) -> None:
     """The table, then the lanes."""
     rows = [granularity(run, show, size) for size in SIZES]
+    show.part = "all sizes"
+    show.claim("different gradients", "1, bit for bit", 1, len({row.digest for row in rows}))
     if run.rank == 0:
         print(table(rows))
     lanes = {f"prefetch={prefetch}": one_step(run, prefetch) for prefetch in (0, 1)}
@@ -122,6 +130,7 @@ class Row(NamedTuple):
     alive: int
     peak: int
     seconds: list[float]  # by link
+    digest: str
 
 
 def granularity(run: Runtime, show: Demo, size: int) -> Row:
@@ -144,7 +153,7 @@ def granularity(run: Runtime, show: Demo, size: int) -> Row:
         )
     peak = allocated.peak_bytes(trained.step, run.device)
     seconds = [trained.seconds(*([Slow(*link)] if link else [])) for link in LINKS.values()]
-    return Row(size, calls, sum(row.algorithm for row in book.rows()), max(levels), peak, seconds)
+    return Row(size, calls, sum(row.algorithm for row in book.rows()), max(levels), peak, seconds, trained.digest())
 
 
 def table(rows: list[Row]) -> str:
