@@ -4,8 +4,8 @@
     torchrun --standalone --nproc-per-node 2 -m fsdp     the ranks of torchrun
 
 In float64, with AdamW: 13 rows a batch, dealt unevenly to the ranks and to k = 2 microbatches. U units: three blocks,
-and the root with what is left. s ranks shard, r ranks have the same shards. n is what the slots of all ranks hold, so
-padding is in it: nothing in the model divides evenly. Memory is the most that shards, slots and weights take at once.
+and the root with what is left. s ranks shard, r ranks have the same shards. n is what the slots of all ranks hold:
+padding is in it, and nothing in the model divides evenly. Memory: the most that shards, slots and weights take.
 """
 
 import contextlib
@@ -48,9 +48,9 @@ class Model(nn.Module):
 
 
 K = MICROBATCHES
-ROOT_AND_TWO = (" + root + 2 units", lambda n, root, unit: root + 2 * unit)
-ALL_AND_ONE = (" + n + 1 unit", lambda n, root, unit: n + unit)
-NOTHING = ("", lambda n, root, unit: 0)
+ROOT_AND_TWO = (" + root + 2 units", lambda whole, slots: whole.root + whole.unit + slots.unit)
+ALL_AND_ONE = (" + n + 1 unit", lambda whole, slots: whole.n + slots.unit)
+NOTHING = ("", lambda whole, slots: 0)
 FREED = MappingProxyType({"reshard_after_forward": True})
 
 
@@ -66,7 +66,7 @@ class Mode(NamedTuple):
     kept_roots: int = 0  # gathers that the root does without
     shards: str = "all"  # of the ranks: all, half, or one
     sync: str = ""  # the method of the handle around all microbatches but the last
-    alive: tuple[str, Callable[[int, int, int], int]] = ROOT_AND_TWO  # of the weights at the peak, beside the shards
+    alive: tuple[str, Callable[["Sizes", "Sizes"], int]] = ROOT_AND_TWO  # of the weights at the peak, beside the shards
     settings: Mapping[str, Any] = FREED
 
 
@@ -209,7 +209,7 @@ def train(run: Runtime, show: Demo, mode: Mode, batches: Tensor, reference: Refe
     shards = {"all": run.size, "half": run.size // 2, "one": 1}[mode.shards]
     show.part = mode.name
     model = made(run.rank)
-    sizes = padded(model, shards)
+    whole, slots = sizes_of(model, 1), sizes_of(model, shards)
     handle = wrap(run, model, shards, mode.settings)
     if run.rank == 0:
         print(f"{mode.name}, s = {shards}, r = {run.size // shards}: {handle.padding()}", flush=True)
@@ -229,8 +229,9 @@ def train(run: Runtime, show: Demo, mode: Mode, batches: Tensor, reference: Refe
     judge(show, errors, ours, reference)
     calls = sum(row.calls for row in book.rows() if len(row.ranks) > 1)
     show.claim("collectives a step", mode.calls, collectives(mode, run, shards), calls)
-    show.traffic("bytes sent a step", mode.sent, traffic(mode, run, shards, sizes), sent, calls=calls)
-    claim_memory(show, mode, handle, sizes, max(levels))
+    show.traffic("bytes sent a step", mode.sent, traffic(mode, run, shards, slots), sent, calls=calls)
+    formula, alive = mode.alive if shards > 1 else NOTHING  # a shard that is all there is
+    show.claim("parameters, peak", f"n/s{formula}", slots.n // shards + alive(whole, slots), max(levels))
     return hashlib.sha256(torch.cat([value.flatten() for value in ours.values()]).numpy()).hexdigest()
 
 
@@ -247,18 +248,26 @@ def wrap(run: Runtime, model: Model, shards: int, settings: Mapping[str, Any]) -
 
 
 class Sizes(NamedTuple):
-    """Bytes of all weights, of the root's and of a block's, every piece counted as the longest."""
+    """Bytes of all units, of the root and of a block."""
 
     n: int
     root: int
     unit: int
 
 
-def padded(model: Model, ranks: int) -> Sizes:
-    """Of what this many ranks hold together, by arithmetic."""
-    sizes = {name: p[0].numel() * -(-len(p) // ranks) * ranks * ITEM for name, p in model.named_parameters()}
-    units = [sum(size for name, size in sizes.items() if name.startswith(f"blocks.{i}.")) for i in range(BLOCKS)]
-    return Sizes(sum(sizes.values()), sum(sizes.values()) - sum(units), units[0])
+def sizes_of(model: Model, ranks: int) -> Sizes:
+    """What the slots of this many ranks hold together; of one rank, what whole weights take."""
+    units = [row(block.parameters(), ranks) for block in model.blocks]
+    root = row([*model.embed.parameters(), *model.head.parameters()], ranks)
+    return Sizes(root + sum(units), root, units[0])
+
+
+def row(params: Iterable[nn.Parameter], ranks: int) -> int:
+    """Of each parameter a rank has as much as the longest piece; whole ones start at multiples of 64 bytes."""
+    align, end = 64 if ranks == 1 else 1, 0
+    for param in params:
+        end = -(-end // align) * align + -(-len(param) // ranks) * param[0].numel() * ITEM
+    return ranks * end
 
 
 def error_of_shards(handle: FullySharded, expected: Mapping[str, Tensor]) -> float:
@@ -279,21 +288,12 @@ def collectives(mode: Mode, run: Runtime, shards: int) -> int:
     return of_units + (shards > 1) + (shards < run.size)
 
 
-def traffic(mode: Mode, run: Runtime, shards: int, sizes: Sizes) -> int:
+def traffic(mode: Mode, run: Runtime, shards: int, slots: Sizes) -> int:
     """Bytes that a rank sends in the shard group, and of its shard among the replicas."""
     replicas = run.size // shards
-    passed = (mode.gathers + mode.reductions) * sizes.n - mode.kept_roots * sizes.root
-    added = 2 * mode.replications * sizes.n // shards
+    passed = (mode.gathers + mode.reductions) * slots.n - mode.kept_roots * slots.root
+    added = 2 * mode.replications * slots.n // shards
     return passed * (shards - 1) // shards + added * (replicas - 1) // replicas
-
-
-def claim_memory(show: Demo, mode: Mode, handle: FullySharded, sizes: Sizes, most: int) -> None:
-    """Shards, and what the mode has alive beside them; nothing where a rank shards with nobody."""
-    formula, alive = mode.alive if handle.group.size() > 1 else NOTHING
-    # Whole weights have no padding, but each starts at a multiple of 64 bytes.
-    slack = sizes.n - sum(param.numel() * ITEM for param in handle.params) + 64 * len(handle.params)
-    expected = sizes.n // handle.group.size() + alive(*sizes)
-    show.claim("parameters, peak", f"n/s{formula}", expected, most, allowed=slack)
 
 
 if __name__ == "__main__":

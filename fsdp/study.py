@@ -33,7 +33,7 @@ from collectives.watch import Watcher, watching
 from fsdp.sharded import FullySharded
 from fsdp.wrap import fully_shard
 
-BLOCKS, VOCAB, WIDTH, HIDDEN, TOKENS, STEPS = 8, 256, 256, 512, 512, 6
+BLOCKS, VOCAB, WIDTH, HIDDEN, TOKENS, STEPS = 8, 256, 256, 512, 256, 6
 SIZES = (1, 2, 4, 8)  # blocks in a unit
 LINKS = MappingProxyType({"as it is": None, "+ 20 ms a call": (0.02, 0.0), "at 50 MB/s": (0.0, 2e-8)})
 LANES_LINK, LANES_SIZE = (0.002, 1e-8), 2  # for the lanes: 2 ms a call and 100 MB/s; units of two blocks
@@ -89,33 +89,31 @@ class Trained:
         return hashlib.sha256(row.numpy()).hexdigest()
 
     def seconds(self, *watchers: Watcher) -> float:
-        """Of the shortest of some steps."""
-        taken = []
-        for _ in range(STEPS):
-            comm.barrier(group=self.run.world)
-            began = time.perf_counter()
-            with watching(*watchers):
-                self.step()
-            taken.append(time.perf_counter() - began)
-        return min(taken)
+        """Of a step."""
+        comm.barrier(group=self.run.world)
+        began = time.perf_counter()
+        with watching(*watchers):
+            self.step()
+        return time.perf_counter() - began
 
 
 def work(run: Runtime, show: Demo) -> None:
     """The table, then the lanes."""
-    rows = [granularity(run, show, size) for size in SIZES]
+    of_sizes = [Trained(run, size, FREED) for size in SIZES]
+    rows = [granularity(show, size, trained) for size, trained in zip(SIZES, of_sizes, strict=True)]
     show.part = "all sizes"
-    show.claim("different gradients", "1, bit for bit", 1, len({row.digest for row in rows}))
+    show.claim("different gradients", "1, bit for bit", 1, len({trained.digest() for trained in of_sizes}))
+    seconds = times(of_sizes)
     if run.rank == 0:
-        print(table(rows))
+        print(table(rows, seconds))
     lanes = {f"prefetch={prefetch}": one_step(run, prefetch) for prefetch in (0, 1)}
     if run.rank == 0 and run.size > 1:
         for name, spans in lanes.items():
             print(f"\n{name}: {told(spans)}\n{timeline.text(spans, width=120)}")
         if show.figure:
+            names = [f"{name}: {told(spans)}" for name, spans in lanes.items()]
             title = f"a step of rank 0 of {run.size}: units of two blocks, slowed links"
-            timeline.draw(
-                show.figure, *lanes.values(), names=[f"{name}: {told(lanes[name])}" for name in lanes], title=title
-            )
+            timeline.draw(show.figure, *lanes.values(), names=names, title=title)
 
 
 # -- granularity -------------------------------------------------------------------------------------------------------
@@ -129,14 +127,11 @@ class Row(NamedTuple):
     sent: float
     alive: int
     peak: int
-    seconds: list[float]  # by link
-    digest: str
 
 
-def granularity(run: Runtime, show: Demo, size: int) -> Row:
-    """Measure one, and claim what is arithmetic."""
-    show.part = f"units of {size}"
-    trained = Trained(run, size, FREED)
+def granularity(show: Demo, size: int, trained: Trained) -> Row:
+    """Count, and claim what is arithmetic."""
+    show.part, run = f"units of {size}", trained.run
     before = demo.bytes_written()
     with watching(book := Ledger()), most_alive(trained.handle) as levels:
         trained.step()
@@ -150,11 +145,21 @@ def granularity(run: Runtime, show: Demo, size: int) -> Row:
         formula, expected = "n/P + root + 2 units", n // run.size + root + 2 * units[0]
         show.claim("parameters, peak", formula, expected, max(levels))  # every size is a multiple of P and of 64 bytes
     peak = allocated.peak_bytes(trained.step, run.device)
-    seconds = [trained.seconds(*([Slow(*link)] if link else [])) for link in LINKS.values()]
-    return Row(size, calls, sum(row.algorithm for row in book.rows()), max(levels), peak, seconds, trained.digest())
+    return Row(size, calls, sum(row.algorithm for row in book.rows()), max(levels), peak)
 
 
-def table(rows: list[Row]) -> str:
+def times(of_sizes: list[Trained]) -> list[list[float]]:
+    """Seconds of the shortest of some steps, for each link of each size. They take turns, because what else runs on the
+    machine comes and goes.
+    """
+    taken = []
+    for link in LINKS.values():
+        rounds = [[trained.seconds(*([Slow(*link)] if link else [])) for trained in of_sizes] for _ in range(STEPS)]
+        taken.append([min(steps) for steps in zip(*rounds, strict=True)])
+    return taken
+
+
+def table(rows: list[Row], seconds: list[list[float]]) -> str:
     """As text."""
     columns = (
         f"{'blocks a unit':>13} {'collectives':>11} {'sent, MB':>8} {'parameters alive':>16} {'peak of a step':>14}"
@@ -162,8 +167,8 @@ def table(rows: list[Row]) -> str:
     links = " ".join(f"{name:>14}" for name in LINKS)
     lines = [
         f"{row.size:13} {row.calls:11} {row.sent / 1e6:8.2f} {row.alive / 1e6:16.2f} {row.peak / 1e6:14.2f}  "
-        + " ".join(f"{1e3 * seconds:14.0f}" for seconds in row.seconds)
-        for row in rows
+        + " ".join(f"{1e3 * of_size[i]:14.0f}" for of_size in seconds)
+        for i, row in enumerate(rows)
     ]
     return "\n".join([f"{columns}  ms a step, on the link", f"{'':68}{links}", *lines])
 
