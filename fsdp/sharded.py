@@ -13,12 +13,12 @@ after its unit was left: such a one is reduced there. PyTorch's counterpart: FSD
 
 import contextlib
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from collectives import comm
 from collectives.elementwise import check_elementwise
@@ -134,12 +134,13 @@ class FullySharded(Replica):
 
     def _on_gradient(self, param: nn.Parameter) -> None:
         """Autograd has added to `p.grad`."""
-        if param.grad is not None:
+        unit = self.unit_of[param]
+        if param.grad is not None and unit.driver() is self:  # and not the handle of a module around ours
             if self.scattering is not None and self.scattering[0] is self.pack_of[param]:
                 self._advance()  # its gradients are being sent
             self.pack_of[param].collect(param)
             if not self.driven:
-                self.unit_of[param].arrives(param)
+                unit.arrives(param)
 
     # -- reductions ----------------------------------------------------------------------------------------------------
 
@@ -202,6 +203,8 @@ class FullySharded(Replica):
         A parameter that some ranks did not use counts as zero there; if no rank used it, its shard gets no gradient. To
         drop a batch whose backward has begun, `finish`, then zero the gradients: before, `zero_grad` reaches none.
         """
+        if self.units[0].driver() is not self:
+            raise RuntimeError(f"{self.units[0].name} is a unit of a module around it: use that one's handle")
         self.program.complete_all()
         self._drain()
         used = self._agree()
@@ -279,6 +282,27 @@ class FullySharded(Replica):
             self.driven = driven
             for unit in gathered:
                 unit.reshard()
+
+    def full_state(self) -> dict[str, Tensor]:
+        """Every parameter whole, by name, on every rank: with mixed precision the masters. Collective."""
+        names = {param: name for name, param in self.module().named_parameters()}
+        wholes = {param: whole for pack in self.packs for param, whole in pack.masters().items()}
+        return {names[param]: wholes[param] for param in self.params}
+
+    def load_full_state(self, state: Mapping[str, Tensor]) -> None:
+        """Take this rank's pieces of whole parameters; nothing is sent. Buffers are the module's own to load.
+
+        Raises ValueError for a parameter that is missing or has another shape; then nothing has changed.
+        """
+        named = {name: param for name, param in self.module().named_parameters() if param in self.pack_of}
+        wrong = [name for name, param in named.items() if name not in state or state[name].shape != param.shape]
+        if wrong:
+            raise ValueError(
+                f"the state has no {wrong[0]} of shape {list(named[wrong[0]].shape)}: is it of this model?"
+            )
+        for pack in self.packs:
+            pack.take_masters({param: state[name] for name, param in named.items() if self.pack_of[param] is pack})
+        self.after_load()
 
     # -- inside --------------------------------------------------------------------------------------------------------
 

@@ -60,29 +60,26 @@ def fully_shard(
     units already.
     """
     mixed = mixed_precision or MixedPrecision()
+    replicas = replicate_group if replicate_group is not None and replicate_group.size() > 1 else None
     named = _own(module)
     dims = {name: shard_dim(name, param) for name, param in named.items()}
     settings = {
         **{"reshard_after_forward": reshard_after_forward, "mixed_precision": mixed, "prefetch": prefetch},
-        **{"average": average, "offload": type(offload).__name__, "replicas": _size(replicate_group)},
+        **{"average": average, "offload": type(offload).__name__, "replicas": replicas.size() if replicas else 1},
         **{"shard_dim": {name: dim for name, dim in dims.items() if dim}},
     }
-    for members in (group, replicate_group):
+    for members in (group, replicas):
         if members is not None:
             compared(module, members, params=list(named.values()), buffers=True, **settings)
     _check(module, named, dims, prefetch)
     op = comm.AVG if average else comm.SUM
     made = {"op": op, "mixed": mixed, "host": offload, "shard_dim": lambda name, _: dims[name], "device": device}
     title = type(module).__name__
-    packs = [Pack(title, members, group, replicate_group, **made) for members in _by_kind(named)]
+    packs = [Pack(title, members, group, replicas, **made) for members in _by_kind(named)]
     module.fully_sharded = Unit(title, module, packs, reshard=reshard_after_forward, mixed=mixed)
     # IDEA: the units around which weights come and go are modules, as they run, and not layers in a list.
     units, parents = _units(module)
-    return FullySharded(module, units, parents, group, replicate_group, average=average, prefetch=prefetch)
-
-
-def _size(group: dist.ProcessGroup | None) -> int:
-    return 1 if group is None else group.size()
+    return FullySharded(module, units, parents, group, replicas, average=average, prefetch=prefetch)
 
 
 def _unit(module: nn.Module) -> Unit | None:
