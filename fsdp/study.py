@@ -106,7 +106,7 @@ def work(run: Runtime, show: Demo) -> None:
     seconds = times(of_sizes)
     if run.rank == 0:
         print(table(rows, seconds))
-    lanes = {f"prefetch={prefetch}": one_step(run, prefetch) for prefetch in (0, 1)}
+    lanes = shortest(run)
     if run.rank == 0 and run.size > 1:
         for name, spans in lanes.items():
             print(f"\n{name}: {told(spans)}\n{timeline.text(spans, width=120)}")
@@ -197,20 +197,27 @@ def nbytes(handle: FullySharded) -> int:
 # -- lanes -------------------------------------------------------------------------------------------------------------
 
 
-def one_step(run: Runtime, prefetch: int) -> list[Span]:
-    """What this rank does in the shortest of some steps, from time 0 on."""
-    trained, recorded, steps = Trained(run, LANES_SIZE, {"prefetch": prefetch}), Timeline(), []
-    for i, unit in enumerate(trained.model.units):
-        recorded.follow(f"units.{i}", unit)
-    for _ in range(2 * STEPS):
-        recorded.spans = []
-        comm.barrier(group=run.world)
-        with watching(Slow(*LANES_LINK), recorded):
-            trained.step()
-            recorded.close()
-        start = min(span.start for span in recorded.spans)
-        steps.append([Span(lane, name, a - start, b - start) for lane, name, a, b in recorded.spans])
-    return min(steps, key=lambda spans: max(span.stop for span in spans))
+def shortest(run: Runtime) -> dict[str, list[Span]]:
+    """What this rank does in the shortest of some steps, without prefetch and with it, which take turns."""
+    ways, steps = {}, {}
+    for prefetch in (0, 1):
+        ways[f"prefetch={prefetch}"] = Trained(run, LANES_SIZE, {"prefetch": prefetch}), Timeline()
+    for trained, lanes in ways.values():
+        for i, unit in enumerate(trained.model.units):
+            lanes.follow(f"units.{i}", unit)
+    for _ in range(3 * STEPS):
+        for name, way in ways.items():
+            steps.setdefault(name, []).append(spans_of_a_step(*way))
+    return {name: min(of_way, key=lambda spans: max(span.stop for span in spans)) for name, of_way in steps.items()}
+
+
+def spans_of_a_step(trained: Trained, lanes: Timeline) -> list[Span]:
+    """From time 0 on."""
+    lanes.spans = []
+    trained.seconds(Slow(*LANES_LINK), lanes)
+    lanes.close()
+    start = min(span.start for span in lanes.spans)
+    return [Span(lane, name, began - start, ended - start) for lane, name, began, ended in lanes.spans]
 
 
 def told(spans: list[Span]) -> str:
