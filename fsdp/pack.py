@@ -269,11 +269,8 @@ class Pack:
 
     def _make_full(self) -> None:
         """Have memory for the gradients: for all up to the last parameter that is not frozen."""
-        ends = [
-            start + cut.longest
-            for (p, cut), start in zip(self.cuts.items(), self.starts, strict=True)
-            if p.requires_grad
-        ]
+        longest = zip(self.params, self.starts, self.cuts.values(), strict=True)
+        ends = [start + cut.longest for param, start, cut in longest if param.requires_grad]
         numel = self.group.size() * max(ends, default=0)
         if len(self.full.tensor) < numel:
             self.full = Memory(numel, self.dtype, self.device)
