@@ -275,13 +275,14 @@ def _axis(seconds: float, columns: int) -> str:
     return axis
 
 
-def draw(path: Path, *ranks: Sequence[Span], title: str = "") -> None:
-    """The same as a picture, .png, .svg or .pdf; needs matplotlib."""
+def draw(path: Path, *ranks: Sequence[Span], title: str = "", names: Sequence[str] = ()) -> None:
+    """The same as a picture, .png, .svg or .pdf; needs matplotlib. names: of the panels, if they are no ranks."""
     import matplotlib  # noqa: PLC0415, an extra
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt  # noqa: PLC0415
 
+    names = names or [f"rank {rank}" if len(ranks) > 1 else "" for rank in range(len(ranks))]
     rows = [list(_rows(spans)) for spans in ranks]
     heights = [max(1, len(each)) for each in rows]
     shape = {"figsize": (10, 0.7 + 0.35 * sum(heights) + 0.3 * len(ranks)), "layout": "constrained"}
@@ -290,7 +291,7 @@ def draw(path: Path, *ranks: Sequence[Span], title: str = "") -> None:
     last = max((span.stop for spans in ranks for span in spans), default=1.0)
     for rank, (panel, own) in enumerate(zip(panels[:, 0], rows, strict=True)):
         _draw_panel(panel, own, first, last)
-        panel.set_title(f"rank {rank}" if len(ranks) > 1 else "", loc="left", fontsize=9)
+        panel.set_title(names[rank], loc="left", fontsize=9)
     figure.suptitle(title)
     panels[-1, 0].set_xlabel("ms")
     figure.savefig(path, dpi=100)
