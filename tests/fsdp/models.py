@@ -146,7 +146,7 @@ def check_grads(grads: dict, expected: dict) -> None:
     """Within rounding of float64, and none where there should be none."""
     assert {name for name, grad in grads.items() if grad is None} == {n for n, g in expected.items() if g is None}
     there = {name: grad for name, grad in expected.items() if grad is not None}
-    largest = max(float(grad.abs().max()) for grad in there.values())
+    largest = max((float(grad.abs().max()) for grad in there.values()), default=0.0)
     for name, grad in there.items():
         error, size = float((grads[name] - grad).abs().max()), float(grad.abs().max())
         assert error <= 1e-12 * size + 1e-14 * largest, f"{name}: a gradient off by {error} of {size}"

@@ -322,3 +322,149 @@ CHAINS = {
 @pytest.mark.parametrize("case", CHAINS)
 def test_chains_of_weights(pool, case, mode):
     check(pool, CHAINS[case], **MODES[mode])
+
+
+# -- recomputation, and other ways through autograd --------------------------------------------------------------------
+
+
+class Checkpointed(nn.Module):
+    """A part that is computed again in backward."""
+
+    def __init__(self, letters, reentrant):
+        super().__init__()
+        self.part, self.reentrant = Chain(letters), reentrant
+
+    def forward(self, x):
+        return checkpoint(self.part, x, use_reentrant=self.reentrant)
+
+
+LAYERS.update(
+    C=functools.partial(Checkpointed, "LW", False),
+    D=functools.partial(Checkpointed, "LW", True),
+    N=functools.partial(Checkpointed, "CL", False),
+    P=functools.partial(Checkpointed, "DL", True),
+)
+PARTS = "part.layers.0 part.layers.1"
+
+
+def recomputed(letter, units):
+    """Two such parts between two layers; the units in each, "." for the part itself."""
+    names = [f"layers.{i}.{unit}".rstrip(".") for i in (1, 2) for unit in units.split()]
+    return Case(functools.partial(Chain, f"L{letter}{letter}L"), " ".join(["layers.0", *names]), once)
+
+
+RECOMPUTED = {
+    f"{'reentrant' if letter in 'DP' else 'plain'}, {letter}, {units}": recomputed(letter, units)
+    for letter in "CDNP"
+    for units in (".", "part", PARTS, f"{PARTS} part .", "part.layers.1")
+}
+
+
+@pytest.mark.parametrize("mode", ["reshard", "keep", "prefetch 3"])
+@pytest.mark.parametrize("case", RECOMPUTED)
+def test_checkpoint_around_and_inside_of_units(pool, case, mode):
+    check(pool, RECOMPUTED[case], **MODES[mode])
+
+
+def retained(model, x, step):
+    """The same graph twice."""
+    loss = model(x).square().sum()
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+def only_inputs(model, x, step):
+    """A gradient of the rows alone, before the step's own."""
+    x = x.clone().requires_grad_()
+    out = model(x)
+    [grad] = torch.autograd.grad(out.square().sum(), [x], retain_graph=True)
+    (out * grad[:, :1]).sum().backward()
+
+
+def two_losses(model, x, step):
+    """Two forwards, then their backwards, in the order of a list and of a stack; one forward without a backward."""
+    first, second = model(x), model(x * 2)
+    with torch.no_grad():
+        model(x)
+    for loss in (first, second) if step % 2 else (second, first):
+        loss.square().sum().backward()
+
+
+def of_two_forwards(model, x, step):
+    """One loss of two forwards."""
+    (model(x) * model(x + 1)).sum().backward()
+
+
+def by_parts(model, x, step):
+    """Layers are called one by one, the module itself never."""
+    for layer in model.layers:
+        x = layer(x)
+    x.square().sum().backward()
+
+
+def part_alone(model, x, step):
+    """A layer by itself, before, between and after a forward and its backward."""
+    with torch.no_grad():
+        model.layers[1](x)
+    loss = model(x).square().sum()
+    with torch.no_grad():
+        model.layers[1](x)
+    loss = loss + model.layers[2](x).sum()
+    loss.backward()
+    model.layers[1](x).sum().backward()
+
+
+def evaluates(model, x, step):
+    """Training and evaluation in turns."""
+    model.train()
+    loss = model(x).square().sum()
+    model.eval()
+    with torch.inference_mode():
+        model(x)
+    with torch.no_grad():
+        assert model(x).isfinite().all()
+    loss.backward()
+    with torch.no_grad():
+        model(x)
+    model.train()
+
+
+def nothing(model, x, step):
+    """No backward in the second step."""
+    if step != 1:
+        once(model, x, step)
+    else:
+        with torch.no_grad():
+            model(x)
+
+
+def penalty(model, x, step):
+    """A loss of the gradient of the output by the rows."""
+    x = x.clone().requires_grad_()
+    out = model(x)
+    [grad] = torch.autograd.grad(out.square().sum(), [x], create_graph=True)
+    (grad.square().sum() + out.sum()).backward()
+
+
+def tangents(model, x, step):
+    """Saved tensors live elsewhere meanwhile."""
+    with torch.autograd.graph.save_on_cpu():
+        loss = model(x).square().sum()
+    loss.backward()
+
+
+WORK = {
+    function.__name__: chain("LEMLA", "0123", function)
+    for function in (retained, only_inputs, two_losses, of_two_forwards, part_alone, evaluates, nothing)
+} | {
+    "by_parts": chain("LEMLA", "01234", by_parts),
+    "penalty": chain("LTLTL", "024", penalty),
+    "tangents": chain("LTLTL", "024", tangents),
+}
+LAYERS["T"] = nn.Tanh
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("case", WORK)
+def test_ways_through_autograd(pool, case, mode):
+    check(pool, WORK[case], **MODES[mode])
