@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.fsdp.models import F64, Case, assembled, built, check, check_grads, inner, pieces, rows, sharded
+from tests.fsdp.models import Case, check
 
 MODES = {
     "reshard": {"reshard_after_forward": True},
