@@ -95,8 +95,9 @@ class Unit:
             return None
         driver = self._driver()
         output = tree_map(lambda value: cast(value, self.mixed.output), output)
-        self._check(output)
-        outputs = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
+        leaves = tree_leaves(output)
+        outputs = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
+        self._check(leaves, outputs)
         if outputs and torch.is_grad_enabled():
             # IDEA: a hook on what goes in and one on what comes out tell when a module's backward begins and ends.
             register_multi_grad_hook(outputs, partial(self.pre_backward, self.in_turn), mode="any")
@@ -175,14 +176,14 @@ class Unit:
             marks.append(value)
         return value
 
-    def _check(self, output: Any) -> None:
+    def _check(self, leaves: Sequence[Any], outputs: Sequence[Tensor]) -> None:
         """Raises ValueError for what would be read after the weights are freed."""
-        leaves = tree_leaves(output)
-        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         own = {pack.weights.tensor.data_ptr() for pack in self.packs if not pack.alone}
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         if not self.keeps and any(tensor.untyped_storage().data_ptr() in own for tensor in tensors):
             raise ValueError(f"{self.name} returns its weights, which are freed now: use reshard_after_forward=False")
-        if leaves and not tensors and not all(isinstance(leaf, PLAIN) for leaf in leaves):
+        others = [leaf for leaf in leaves if not isinstance(leaf, (Tensor, *PLAIN))]
+        if others and not outputs and torch.is_grad_enabled():
             raise ValueError(
-                f"{self.name} returns a {type(leaves[0]).__name__}, whose tensors are not found: return tensors"
+                f"{self.name} returns a {type(others[0]).__name__}, in which no tensor is found: return tensors"
             )

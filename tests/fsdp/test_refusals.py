@@ -1,13 +1,12 @@
 """What is refused: one clear line on every rank, within seconds, before anything is communicated where that can be."""
 
-
 import pytest
 import torch
 from torch import nn
 
 from fsdp import MixedPrecision, fully_shard
 from tests.fsdp.models import F64
-from tests.zero.versions import recording
+from tests.recorder import recording
 
 SECONDS = 10.0
 
@@ -194,10 +193,25 @@ def driven_in_shards(run):
         handle.finish()
 
 
-WAYS = {function.__name__: function for function in (
-    tied, twice, outer_first, settings, model_differs, units_differ, sparse_embedding, sparse_later, complex_numbers,
-    outputs, optimizer, state_outside, handle_gone, driven_in_shards,
-)}
+WAYS = {
+    function.__name__: function
+    for function in (
+        tied,
+        twice,
+        outer_first,
+        settings,
+        model_differs,
+        units_differ,
+        sparse_embedding,
+        sparse_later,
+        complex_numbers,
+        outputs,
+        optimizer,
+        state_outside,
+        handle_gone,
+        driven_in_shards,
+    )
+}
 AXIS = {"shard_dim": lambda name, tensor: 1}
 REFUSED = {
     "tied, unit and root": (("tied", "head"), "embed.weight and head.weight are one parameter in two units"),
