@@ -27,13 +27,20 @@ class Slow(Watcher):
         if call.parts or call.size == 1:
             return
         with self._lock:
-            began = time.monotonic() - (time.time() - call.began)
-            self._free = max(self._free, began) + self.latency + _bytes(call) * self.seconds_per_byte
-            call.notes[self] = self._free
+            began = max(self._free, time.monotonic() - (time.time() - call.began))
+            self._free = began + self.latency + _bytes(call) * self.seconds_per_byte
+            call.notes[self] = began, self._free
 
     def ends(self, call: Call) -> None:
         """Sleep until the call may end."""
-        time.sleep(max(0.0, call.notes.get(self, 0.0) - time.monotonic()))
+        _, free = call.notes.get(self, (0.0, 0.0))
+        time.sleep(max(0.0, free - time.monotonic()))
+
+
+def on_the_link(call: Call) -> list[tuple[float, float]]:
+    """From when to when a slowed link carries the call, part by part, on time.monotonic; nothing if none is slowed."""
+    own = [times for watcher, times in call.notes.items() if isinstance(watcher, Slow)]
+    return own + [times for part in call.parts for times in on_the_link(part)]
 
 
 def _bytes(call: Call) -> float:

@@ -13,6 +13,7 @@ torch.chunk's: all of ceil(n/P), the last ones shorter or empty.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -44,7 +45,7 @@ class Cut:
             return self.shape if mine else torch.Size([0])
         return torch.Size([*self.shape[: self.dim], mine, *self.shape[self.dim + 1 :]])
 
-    @property
+    @cached_property
     def longest(self) -> int:
         """Elements of the longest piece, rank 0's: what a parameter takes of a slot."""
         return self.local(0).numel()

@@ -118,8 +118,7 @@ class Pack:
         if self.group.rank() == 0:
             slots = torch.zeros(self.group.size() * self.slot, dtype=self.dtype, device=self.device)
             for param, places in self._in_slots(slots).items():
-                for part, place in zip(self.cuts[param].parts(param.detach()), places, strict=True):
-                    place.copy_(part)
+                _copy(places, self.cuts[param].parts(param.detach()))
         comm.scatter(mine.view(torch.uint8), None if slots is None else slots.view(torch.uint8), 0, group=self.group)
         if self.replicas is not None:
             comm.broadcast(mine.view(torch.uint8), 0, group=self.replicas)
@@ -152,6 +151,13 @@ class Pack:
                 shape = cut.local(self.group.rank())
                 yield slot[start : start + shape.numel()].view(shape)
 
+    def _piece(self, param: nn.Parameter, whole: Tensor) -> Tensor:
+        """This rank's piece of a whole tensor of the parameter's shape."""
+        cut = self.cuts[param]
+        mine = cut.range(self.group.rank())
+        piece = whole.narrow(cut.dim, mine.start, len(mine)) if whole.dim() else whole.view(1)[: len(mine)]
+        return piece.reshape(cut.local(self.group.rank()))
+
     def _in_slots(self, slots: Tensor) -> dict[nn.Parameter, list[Tensor]]:
         """The places of each parameter that lies in these slots."""
         rows = slots.view(self.group.size(), -1)  # [P, S], or [P, T]
@@ -166,7 +172,7 @@ class Pack:
         """Start to gather the slots of all ranks; finish_unshard follows, or reshard."""
         if self.state is not State.SHARDED or self.alone:
             return
-        slot = (self.shard if self.host is None else self.host.stage(self.shard)).to(self.param_dtype)
+        slot = self._on_device().to(self.param_dtype)
         with about(self.unit):
             work = comm.all_gather_single(self.packed.allocate(), slot, group=self.group, async_op=True)  # [P, S]
         self.gathering, self.state = (work, slot), State.GATHERING
@@ -208,6 +214,25 @@ class Pack:
             layout.point(param, nothing.expand(param.shape))
 
     @torch.no_grad()
+    def masters(self) -> dict[nn.Parameter, Tensor]:
+        """Every parameter whole, in the shards' dtype, gathered for once."""
+        slots = torch.empty(self.group.size() * self.slot, dtype=self.dtype, device=self.device)
+        comm.all_gather_single(slots, self._on_device(), group=self.group)
+        wholes = {param: torch.empty(param.shape, dtype=self.dtype, device=self.device) for param in self.params}
+        for param, places in self._in_slots(slots).items():
+            _copy(self.cuts[param].parts(wholes[param]), places)
+        return wholes
+
+    @torch.no_grad()
+    def take_masters(self, wholes: Mapping[nn.Parameter, Tensor]) -> None:
+        """Take this rank's pieces of whole parameters."""
+        for param, shard in zip(self.params, self.shards, strict=True):
+            shard.copy_(self._piece(param, wholes[param]))
+
+    def _on_device(self) -> Tensor:
+        return self.shard if self.host is None else self.host.stage(self.shard)
+
+    @torch.no_grad()
     def take_weights(self, params: Iterable[nn.Parameter]) -> None:
         """After somebody wrote these weights, which are whole: so are the shards. A master that rounds to its weight
         stays as it is.
@@ -216,10 +241,8 @@ class Pack:
             return
         shards = dict(zip(self.params, self.shards, strict=True))
         for param in params:
-            cut, shard = self.cuts[param], shards[param]
-            mine = cut.range(self.group.rank())
-            piece = param.narrow(cut.dim, mine.start, len(mine)) if param.dim() else param.view(1)[: len(mine)]
-            written, kept = piece.reshape(shard.shape), shard.detach().to(self.device)
+            shard = shards[param]
+            written, kept = self._piece(param, param), shard.detach().to(self.device)
             values = torch.where(kept.to(written.dtype) == written, kept, written.to(kept.dtype))
             shard.copy_(values) if self.host is None else self.host.write(shard.detach(), values)
 
@@ -246,11 +269,8 @@ class Pack:
 
     def _make_full(self) -> None:
         """Have memory for the gradients: for all up to the last parameter that is not frozen."""
-        ends = [
-            start + cut.longest
-            for (p, cut), start in zip(self.cuts.items(), self.starts, strict=True)
-            if p.requires_grad
-        ]
+        longest = zip(self.params, self.starts, self.cuts.values(), strict=True)
+        ends = [start + cut.longest for param, start, cut in longest if param.requires_grad]
         numel = self.group.size() * max(ends, default=0)
         if len(self.full.tensor) < numel:
             self.full = Memory(numel, self.dtype, self.device)
@@ -322,6 +342,11 @@ def row(sizes: Sequence[int], align: int) -> tuple[list[int], int]:
         starts.append(-(-end // align) * align)
         end = starts[-1] + size
     return starts, end
+
+
+def _copy(into: Sequence[Tensor], source: Sequence[Tensor]) -> None:
+    for target, value in zip(into, source, strict=True):
+        target.copy_(value)
 
 
 def _ranks(group: dist.ProcessGroup | None) -> list[int]:

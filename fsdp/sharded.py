@@ -13,12 +13,12 @@ after its unit was left: such a one is reduced there. PyTorch's counterpart: FSD
 
 import contextlib
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from collectives import comm
 from collectives.elementwise import check_elementwise
@@ -60,7 +60,7 @@ class FullySharded(Replica):
         self.numbers = {unit: number for number, unit in enumerate(units)}
         self.program = Program(nested(parents), prefetch, called(self._enter), called(self._leave))
         self.agreed_order = False
-        self.reduces = True  # whether the backward under way is one whose gradients are reduced
+        self.reduces, self.replicates = True, True  # whether the backward under way is one whose gradients are
         self.driven = False
         self.syncing_replicas = True
         self.scattering: tuple[Pack, bool] | None = None  # whose reduction is under way, and whether replicas add next
@@ -103,14 +103,14 @@ class FullySharded(Replica):
     def post_backward(self, unit: Unit, in_turn: bool) -> None:
         """The backward of a unit has ended."""
         if in_turn:
-            self.program.after_backward(self.numbers[unit])
+            self.program.after_backward(self.numbers[unit], inside=unit.anchored)
         elif self.numbers[unit] not in self.program.open:
-            unit.reshard()
+            self._free(unit)
 
     def _enter(self, number: int, ahead: Sequence[int]) -> None:
         unit = self.units[number]
         if number == ROOT:  # a forward or backward begins
-            self.reduces = self.syncing
+            self.reduces, self.replicates = self.syncing, self.syncing_replicas
         unit.unshard()  # [n]
         unit.expect()
         for other in ahead:
@@ -124,30 +124,32 @@ class FullySharded(Replica):
             return
         if self.reduces and last:
             for pack in unit.trained:
-                self._start(pack)  # the gradient becomes [n/P]
-        unit.reshard()  # [n/P]
+                self._start(pack, self.replicates)  # the gradient becomes [n/P]
+        if last or not unit.keeps:
+            unit.reshard()  # [n/P]
 
     def _free(self, unit: Unit) -> None:
-        """Reshard after forward, unless it is kept."""
+        """Reshard, unless the unit is kept for the backward of what has run."""
         if not unit.keeps:
             unit.reshard()
 
     def _on_gradient(self, param: nn.Parameter) -> None:
         """Autograd has added to `p.grad`."""
-        if param.grad is not None:
+        unit = self.unit_of[param]
+        if param.grad is not None and unit.driver() is self:  # and not the handle of a module around ours
             if self.scattering is not None and self.scattering[0] is self.pack_of[param]:
                 self._advance()  # its gradients are being sent
             self.pack_of[param].collect(param)
             if not self.driven:
-                self.unit_of[param].arrives(param)
+                unit.arrives(param)
 
     # -- reductions ----------------------------------------------------------------------------------------------------
 
-    def _start(self, pack: Pack) -> None:
-        """Go on with the reductions under way, and start that of a pack."""
+    def _start(self, pack: Pack, replicate: bool) -> None:
+        """Go on with the reductions under way, and start that of a pack, which replicas go on with or do not."""
         self._advance()
         pack.start_reduce()
-        self.scattering = pack, self.syncing_replicas
+        self.scattering = pack, replicate
 
     def _advance(self) -> None:
         """Wait for what is under way; what the shard group has added, the replicas add next."""
@@ -202,6 +204,8 @@ class FullySharded(Replica):
         A parameter that some ranks did not use counts as zero there; if no rank used it, its shard gets no gradient. To
         drop a batch whose backward has begun, `finish`, then zero the gradients: before, `zero_grad` reaches none.
         """
+        if self.units[0].driver() is not self:
+            raise RuntimeError(f"{self.units[0].name} is a unit of a module around it: use that one's handle")
         self.program.complete_all()
         self._drain()
         used = self._agree()
@@ -255,7 +259,7 @@ class FullySharded(Replica):
         """Reduce the gradients that the units in `module` have by now."""
         for unit in self._within(module):
             for pack in unit.trained:
-                self._start(pack)
+                self._start(pack, self.syncing_replicas)
 
     def _within(self, module: nn.Module) -> list[Unit]:
         inside = set(module.modules())
@@ -280,6 +284,27 @@ class FullySharded(Replica):
             for unit in gathered:
                 unit.reshard()
 
+    def full_state(self) -> dict[str, Tensor]:
+        """Every parameter whole, by name, on every rank: with mixed precision the masters. Collective."""
+        names = {param: name for name, param in self.module().named_parameters()}
+        wholes = {param: whole for pack in self.packs for param, whole in pack.masters().items()}
+        return {names[param]: wholes[param] for param in self.params}
+
+    def load_full_state(self, state: Mapping[str, Tensor]) -> None:
+        """Take this rank's pieces of whole parameters; nothing is sent. Buffers are the module's own to load.
+
+        Raises ValueError for a parameter that is missing or has another shape; then nothing has changed.
+        """
+        named = {name: param for name, param in self.module().named_parameters() if param in self.pack_of}
+        wrong = [name for name, param in named.items() if name not in state or state[name].shape != param.shape]
+        if wrong:
+            raise ValueError(
+                f"the state has no {wrong[0]} of shape {list(named[wrong[0]].shape)}: is it of this model?"
+            )
+        for pack in self.packs:
+            pack.take_masters({param: state[name] for name, param in named.items() if self.pack_of[param] is pack})
+        self.after_load()
+
     # -- inside --------------------------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
@@ -300,7 +325,7 @@ class FullySharded(Replica):
             answers = self.largest([int(answer) for answer in (*used, *late)], groups)
             for pack, came_late in zip(packs, answers[len(used) :], strict=True):
                 if came_late:
-                    self._start(pack)
+                    self._start(pack, replicate=True)
             anywhere.update(param for param, answer in zip(params, answers, strict=False) if answer)
         self._drain()
         return anywhere

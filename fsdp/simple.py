@@ -43,21 +43,29 @@ def fully_shard(module: nn.Module, group: dist.ProcessGroup) -> None:
 
     Before: every rank has the same weights. After: a rank keeps n/P of n bytes, gathers them in each forward, and the
     gradient of its shard is the mean over the group. Apply it to each unit, then to a module around them, if that has
-    parameters of its own. Any optimizer that updates each element by itself works on `model.parameters()`.
+    parameters of its own; one that two units share would become two. Any optimizer that updates each element by itself
+    works on `model.parameters()`.
     """
-    named = [(owner, name, p) for owner in module.modules() for name, p in owner.named_parameters(recurse=False)]
-    own = [(owner, name, p) for owner, name, p in named if name != "shard"]
-    row = torch.cat([p.detach().flatten() for _, _, p in own])
+    places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+    for owner in module.modules():
+        for name, param in owner.named_parameters(recurse=False):
+            if name != "shard":  # of a unit inside
+                places.setdefault(param, []).append((owner, name))
+    row = torch.cat([param.detach().flatten() for param in places])
     row = torch.cat([row, row.new_zeros(-len(row) % group.size())])  # padding
-    for owner, name, _ in own:
-        delattr(owner, name)
     module.shard = nn.Parameter(row.chunk(group.size())[group.rank()].clone())
-    forward, sizes = module.forward, [p.numel() for _, _, p in own]
+    forward, sizes, shapes = module.forward, [param.numel() for param in places], [param.shape for param in places]
+    own = [(i, owner, name) for i, of_one in enumerate(places.values()) for owner, name in of_one]
+    for _, owner, name in own:
+        delattr(owner, name)
 
     def gathered(*args: Any, **kwargs: Any) -> Any:
-        weights = Gather.apply(module.shard, group)
-        for (owner, name, p), view in zip(own, weights[: sum(sizes)].split(sizes), strict=True):
-            setattr(owner, name, view.view(p.shape))
-        return forward(*args, **kwargs)
+        weights = Gather.apply(module.shard, group)[: sum(sizes)].split(sizes)
+        for i, owner, name in own:
+            setattr(owner, name, weights[i].view(shapes[i]))
+        output = forward(*args, **kwargs)
+        for _, owner, name in own:
+            delattr(owner, name)  # autograd keeps what backward needs
+        return output
 
     module.forward = gathered

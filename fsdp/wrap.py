@@ -60,29 +60,30 @@ def fully_shard(
     units already.
     """
     mixed = mixed_precision or MixedPrecision()
+    replicas = replicate_group if replicate_group is not None and replicate_group.size() > 1 else None
     named = _own(module)
     dims = {name: shard_dim(name, param) for name, param in named.items()}
     settings = {
         **{"reshard_after_forward": reshard_after_forward, "mixed_precision": mixed, "prefetch": prefetch},
-        **{"average": average, "offload": type(offload).__name__, "replicas": _size(replicate_group)},
+        **{"average": average, "offload": type(offload).__name__, "replicas": replicas.size() if replicas else 1},
         **{"shard_dim": {name: dim for name, dim in dims.items() if dim}},
     }
-    for members in (group, replicate_group):
+    for members in (group, replicas):
         if members is not None:
             compared(module, members, params=list(named.values()), buffers=True, **settings)
     _check(module, named, dims, prefetch)
     op = comm.AVG if average else comm.SUM
     made = {"op": op, "mixed": mixed, "host": offload, "shard_dim": lambda name, _: dims[name], "device": device}
     title = type(module).__name__
-    packs = [Pack(title, members, group, replicate_group, **made) for members in _by_kind(named)]
+    packs = [Pack(title, members, group, replicas, **made) for members in _by_kind(named)]
+    for name, param in named.items():
+        param.unit = f"{name} of {title}"  # for whoever comes upon it in another module
     module.fully_sharded = Unit(title, module, packs, reshard=reshard_after_forward, mixed=mixed)
     # IDEA: the units around which weights come and go are modules, as they run, and not layers in a list.
     units, parents = _units(module)
-    return FullySharded(module, units, parents, group, replicate_group, average=average, prefetch=prefetch)
-
-
-def _size(group: dist.ProcessGroup | None) -> int:
-    return 1 if group is None else group.size()
+    if others := [unit.name for unit in units for pack in unit.packs if pack.op != op]:
+        raise ValueError(f"average={average}, but not so in unit {others[0]}: give all units of a module the same")
+    return FullySharded(module, units, parents, group, replicas, average=average, prefetch=prefetch)
 
 
 def _unit(module: nn.Module) -> Unit | None:
@@ -100,6 +101,11 @@ def _own(module: nn.Module) -> dict[str, nn.Parameter]:
         holders.setdefault(param, []).append((name, unit))
     named = {}
     for param, places in holders.items():
+        if (unit := getattr(param, "unit", None)) is not None and places[0][1] is None:
+            raise ValueError(
+                f"{places[0][0]} is {unit} already, of a unit that is not inside of {type(module).__name__}: leave a "
+                "parameter that two units share to the one around both, and apply fully_shard from the inside out"
+            )
         if len({unit for _, unit in places}) > 1:
             raise ValueError(
                 f"{places[0][0]} and {next(name for name, unit in places if unit is not places[0][1])} are one "

@@ -97,9 +97,13 @@ class TrainConfig(_Strict):
 class ParallelConfig(_Strict):
     """Which strategy serves an axis."""
 
-    # over dp: gradients in three steps (ddp/), or shards of optimizer state, gradients, weights (zero/)
-    data: Literal["naive", "bucketed", "overlapped", "zero1", "zero2", "zero3"] = "overlapped"
-    cap: int = 25 << 20  # bytes of a bucket; naive has none, zero3 one a layer
+    # over dp: gradients in three steps (ddp/), or shards of optimizer state, gradients, weights (zero/); over fsdp and
+    # dp: fully sharded (fsdp/). auto: overlapped where mesh.fsdp is 1, else fsdp
+    data: Literal["auto", "naive", "bucketed", "overlapped", "zero1", "zero2", "zero3", "fsdp"] = "auto"
+    cap: int = 25 << 20  # bytes of a bucket; naive and fsdp have none, zero3 one a layer
+    reshard: bool = True  # fsdp: a block's weights are freed between its forward and its backward
+    prefetch: int = 1  # fsdp: blocks whose weights are gathered in advance
+    recompute: tuple[str, ...] = ()  # what runs forward again in backward: "block", or some of its parts, as "attend"
 
 
 @dataclass(frozen=True)
@@ -169,7 +173,8 @@ def unknown(name: str) -> str:
 
 def check(config: Config, world: int) -> None:
     """Raise ConfigError for what cannot run on `world` ranks: the first mistake, with its remedy."""
-    for mistake in (*_out_of_range(config), *_mesh_mistakes(config.mesh, world), *_model_mistakes(config.model)):
+    mistakes = [*_out_of_range(config), *_mesh_mistakes(config.mesh, world)]
+    for mistake in (*mistakes, *_strategy_mistakes(config), *_model_mistakes(config.model)):
         raise ConfigError(mistake)
 
 
@@ -179,9 +184,10 @@ _POSITIVE = (
     *("parallel.cap", "data.context", "train.steps", "train.batch", "train.microbatches", "train.timeout", "train.eps"),
 )
 _TOO_LARGE = 2**31
+RECOMPUTED = ("block", "attend_norm", "q", "k", "v", "attend", "o", "attend_drop", "ffn_norm", "ffn", "ffn_drop")
 _NOT_NEGATIVE = (
     *("train.lr", "train.warmup", "train.min_lr", "train.weight_decay"),
-    *("train.clip", "train.evaluate_every", "train.save_every", "train.sample"),
+    *("train.clip", "train.evaluate_every", "train.save_every", "train.sample", "parallel.prefetch"),
 )
 
 
@@ -219,8 +225,21 @@ def _mesh_mistakes(mesh: MeshConfig, world: int) -> Iterator[str]:
         product = " × ".join(f"{axis} {size}" for axis, size in sizes.items())
         yield f"the mesh {product} makes {ranks} ranks, but {world} are started: change [mesh] or --nproc-per-node"
     for axis, size in {**sizes, "ep": mesh.ep}.items():
-        if size > 1 and axis != "dp":
-            yield f"mesh.{axis}={size}: there is no strategy for {axis} yet; use mesh.{axis}=1 and mesh.dp"
+        if size > 1 and axis not in ("dp", "fsdp"):
+            yield f"mesh.{axis}={size}: there is no strategy for {axis} yet; use mesh.{axis}=1, mesh.dp, mesh.fsdp"
+
+
+def _strategy_mistakes(config: Config) -> Iterator[str]:
+    parallel, fsdp = config.parallel, config.mesh.fsdp
+    if fsdp > 1 and parallel.data not in ("auto", "fsdp"):
+        yield f"parallel.data={parallel.data} works over mesh.dp: use mesh.fsdp=1, or parallel.data=fsdp"
+    for name in parallel.recompute:
+        if name not in RECOMPUTED:
+            yield f"parallel.recompute has {name!r}: use some of {', '.join(RECOMPUTED)}"
+    if "block" in parallel.recompute and len(parallel.recompute) > 1:
+        yield "parallel.recompute has a block and parts of it: use block alone, or leave it out"
+    if len(set(parallel.recompute)) < len(parallel.recompute):
+        yield f"parallel.recompute={list(parallel.recompute)} has a name twice"
 
 
 def _model_mistakes(model: ModelConfig) -> Iterator[str]:

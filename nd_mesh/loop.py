@@ -39,6 +39,8 @@ def train(config: Config, training: data.Stream, validation: data.Stream, run: R
         _steps(trainer, report, first)
     if config.watch.ledger:
         report.say(ledger.table())
+    if trainer.recomputed.reruns:
+        report.say(trainer.recomputed.report())
     if config.model.vocab <= 1024:  # a table of vocab² counts
         baseline = metrics.bigram_loss(training, validation, config.model.vocab)
         report.say(f"bigram model of the same split {baseline:.4f}")

@@ -41,7 +41,7 @@ class Trainer:
         self.mesh = Mesh(config.mesh, run)
         with torch.device("meta"):
             self.model = GPT(config.model, config.train.seed).to(getattr(torch, config.train.dtype))
-        self.handle = parallelize(self.model, config, self.mesh, run.device)
+        self.handle, self.recomputed = parallelize(self.model, config, self.mesh, run.device)
         self.optimizer = self._make_optimizer()
         self.data_hash = manifest.data_hash(train, validation) if run.rank == 0 else ""  # rank 0 writes and compares it
 

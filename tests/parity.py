@@ -5,6 +5,7 @@ loss, the gradient before clipping, its norm, and the update. Never per element:
 its largest entry. Every run is then saved, resumed on another mesh, and judged for two more steps.
 """
 
+import heapq
 import itertools
 import math
 import sys
@@ -53,8 +54,12 @@ def config(*, train: TrainConfig = SGD, **settings: Any) -> Config:
 # Where a run is computed: it may change when a run is resumed. A new axis or option is one line.
 WHERE = {
     "dp": (1, 2, 3, 4, 8),
-    "data": tuple(DATA_STRATEGIES),
-    "cap": (1000, 25 << 20),
+    "fsdp": (1, 2, 3, 4),
+    "data": (*DATA_STRATEGIES, "fsdp"),
+    "cap": (25 << 20, 1000),
+    "reshard": (True, False),
+    "prefetch": (1, 0, 2),
+    "recompute": ((), ("block",), ("attend", "ffn")),
     "microbatches": (1, 3),
 }
 # What is computed.
@@ -80,21 +85,37 @@ def cases(together: int) -> list[Case]:
     return [*chosen, case(dp=4, microbatches=2, dropout=0.1, batch=2), case(dp=8, dropout=0.1, batch=3, train=ADAMW)]
 
 
+def possible(choice: dict[str, Any]) -> bool:
+    """Whether there is such a run, on at most eight ranks, and no other choice is the same run."""
+    sharded, data = choice["data"] == "fsdp", choice["data"]
+    usual = {name for name, values in WHERE.items() if choice[name] == values[0]}
+    return (
+        choice["dp"] * choice["fsdp"] <= 8
+        and data != "auto"
+        and (sharded or {"fsdp", "reshard", "prefetch"} <= usual)
+        and ("cap" in usual or data not in ("naive", "zero3", "fsdp"))
+    )
+
+
 def case(**options: Any) -> Case:
-    """The case of these options. It is resumed elsewhere: of each list in WHERE the next value."""
-    turned = {name: following(values, options.get(name, values[0])) for name, values in WHERE.items()}
-    name = f"{told(options)}, {options.get('train', SGD).optimizer}; then {told(turned)}"
-    return Case(name, config(**options), config(**{**options, **turned}))
+    """The case of these options. It is resumed elsewhere: each option has another value, if there is such a run."""
+    first = {name: options.get(name, values[0]) for name, values in WHERE.items()}
+    turned = [{name: following(values, first[name], by) for name, values in WHERE.items()} for by in range(1, 60)]
+    then = next((choice for choice in turned if possible(choice)), first)
+    name = f"{told(options)}, {options.get('train', SGD).optimizer}; then {told(then)}"
+    return Case(name, config(**options), config(**{**options, **then}))
 
 
 def told(options: dict[str, Any]) -> str:
-    """Options in a few words."""
-    return ", ".join(f"{name} {value}" for name, value in options.items() if value and name != "train")
+    """Options in a few words, those that are usual left out."""
+    usual = {name: values[0] for name, values in (WHERE | WHAT).items()}
+    chosen = {name: value for name, value in options.items() if name in ("dp", "data") or value != usual.get(name)}
+    return ", ".join(f"{name} {value}" for name, value in chosen.items() if name != "train")
 
 
-def following(values: Sequence[Any], value: Any) -> Any:
-    """The next value of a list, the first after the last or after one that is not in it."""
-    return values[(values.index(value) + 1) % len(values)] if value in values else values[0]
+def following(values: Sequence[Any], value: Any, by: int) -> Any:
+    """The value so many places later in a list, the first after the last or after one that is not in it."""
+    return values[(values.index(value) + by) % len(values)] if value in values else values[0]
 
 
 def covering(options: dict[str, Sequence[Any]], together: int) -> list[dict[str, Any]]:
@@ -102,14 +123,19 @@ def covering(options: dict[str, Sequence[Any]], together: int) -> list[dict[str,
 
     Greedy: of the choices not yet taken the one with most combinations that have not occurred, the first of equals.
     """
-    product = [dict(zip(options, values, strict=True)) for values in itertools.product(*options.values())]
-    new = {i: set(itertools.combinations(choice.items(), together)) for i, choice in enumerate(product)}
-    taken = []
-    while any(new.values()):
-        best = max(new, key=lambda i: len(new[i]))
-        taken.append(product[best])
-        occurred = new.pop(best)
-        new = {i: combinations - occurred for i, combinations in new.items()}
+    every = (dict(zip(options, values, strict=True)) for values in itertools.product(*options.values()))
+    product = [choice for choice in every if possible(choice)]
+    new = [set(itertools.combinations(choice.items(), together)) for choice in product]
+    queue = [(-len(combinations), i) for i, combinations in enumerate(new)]  # sorted, and so a heap; counts may be old
+    taken, occurred = [], set()
+    while queue:
+        _, i = heapq.heappop(queue)
+        new[i] -= occurred
+        if queue and (-len(new[i]), i) > queue[0]:
+            heapq.heappush(queue, (-len(new[i]), i))
+        elif new[i]:
+            taken.append(product[i])
+            occurred |= new[i]
     return taken
 
 
@@ -181,7 +207,7 @@ def gradients(trainer: Trainer) -> dict[str, Tensor]:
         return {name: grad.clone() for name, _, grad in mine}
     whole = {}
     for name, boxes, grad in itertools.chain(*comm.all_gather_object(mine, group=trainer.run.world)):
-        for box, part in zip(boxes, grad.split([box.numel for box in boxes]) if boxes else (), strict=True):
+        for box, part in zip(boxes, grad.flatten().split([box.numel for box in boxes]) if boxes else (), strict=True):
             known = whole.setdefault(name, torch.full(box.shape, math.nan, dtype=grad.dtype))
             known[box.slices(layout.Box.whole(box.shape))] = part.view(box.local)
     return whole

@@ -1,5 +1,6 @@
-"""What a watcher is told: every call once, in order, from every thread, with its parts; and slowed links."""
+"""What a watcher is told: every call once, in order, from every thread, with its parts and name; and slowed links."""
 
+import contextlib
 import threading
 import time
 from unittest import mock
@@ -11,7 +12,7 @@ from collectives import comm, p2p
 from collectives.call import Call, Part
 from collectives.ledger import Ledger
 from collectives.slow import Slow
-from collectives.watch import Watcher, watching
+from collectives.watch import Watcher, about, watches, watching
 from tests.collectives.test_ledger import OPERATIONS
 
 
@@ -213,6 +214,60 @@ def test_a_call_is_seen_to_its_end_by_who_saw_it_begin(pool):
     assert pool.run(3, waited_for_outside) == 3 * [(2, 320_000.0, 320_000.0, [])]
 
 
+# ---- what calls are about
+
+
+def named(run):
+    """A call whose second part begins in its wait, one of another thread, one inside of two, and one after them."""
+    alone, seen = run.new_group(range(run.size), "another thread's"), []
+
+    class Names(Watcher):
+        def begins(self, call):
+            seen.append((call.op, call.about, call.number if call.outer is None else call.outer.number))
+
+    with watching(Names()):
+        with about("blocks.0"):
+            work = comm.all_reduce(torch.ones(500), group=run.world, async_op=True, ordered=True)
+            thread = threading.Thread(target=lambda: comm.barrier(group=alone))
+            thread.start()
+            thread.join()
+            with contextlib.suppress(KeyError), about("blocks.1"):
+                comm.barrier(group=run.world)
+                raise KeyError
+            comm.barrier(group=run.world)
+        with about("blocks.2"):
+            work.wait()
+        comm.barrier(group=run.world)
+    return seen
+
+
+def test_a_call_and_its_parts_are_about_what_the_program_said_when_it_began(pool):
+    assert pool.run(3, named) == 3 * [
+        [
+            *(("all_reduce", "blocks.0", 1), ("exchange", "blocks.0", 1), ("barrier", "", 1)),
+            *(("barrier", "blocks.1", 2), ("barrier", "blocks.0", 3)),
+            *(("exchange", "blocks.0", 1), ("barrier", "", 4)),
+        ]
+    ]
+
+
+def test_a_call_says_what_it_is_about():
+    call = Call("all_gather_single", None, (4096,), torch.float32, name="fsdp", ranks=(0, 1), number=12)
+    where = "call 12 of group fsdp (ranks 0,1)"
+    assert str(call) == f"all_gather_single [4096] float32, {where}"
+    call.about = "blocks.3"
+    assert str(call) == f"all_gather_single [4096] float32, of blocks.3, {where}"
+
+
+def test_a_watcher_watches_inside_of_its_block():
+    diary = Diary()
+    with watching(diary), watching(Diary()):
+        assert watches(diary)
+    assert not watches(diary)
+    with watching(Diary()):
+        assert not watches(diary)
+
+
 # ---- slowed links
 
 LATENCY, BANDWIDTH = 0.05, 1e6  # seconds, bytes a second
@@ -281,7 +336,7 @@ def test_a_slow_link_is_busy_for_the_larger_direction_and_once_for_a_call_of_oth
     whole.parts = parts
     for call in (*parts, whole):
         slow.launched(call)
-    assert [call.notes.get(slow) for call in (*parts, whole)] == [99 + 1 + 1, 101 + 1 + 0.5, None]
+    assert [call.notes.get(slow) for call in (*parts, whole)] == [(99, 101), (101, 102.5), None]
 
 
 def everything_slow(run):

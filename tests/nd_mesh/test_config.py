@@ -1,10 +1,12 @@
 """The configuration: what is read, what is refused, and with which words."""
 
 import pytest
+import torch
 
 from nd_mesh import __main__ as command
 from nd_mesh import config
 from nd_mesh.config import Config, ConfigError
+from nd_mesh.model import GPT
 
 
 @pytest.fixture
@@ -61,6 +63,11 @@ def test_refused_files(toml, text, words):
         ({"mesh": {"dp": 2, "tp": 4}}, 4, "makes 8 ranks, but 4 are started"),
         ({"mesh": {"tp": 2}}, 2, "mesh.tp=2: there is no strategy for tp yet"),
         ({"mesh": {"dp": 2, "ep": 2}}, 2, "mesh.ep=2: there is no strategy for ep yet"),
+        ({"mesh": {"fsdp": 2}, "parallel": {"data": "zero3"}}, 2, "parallel.data=zero3 works over mesh.dp: use"),
+        ({"parallel": {"recompute": ("blok",)}}, 1, "parallel.recompute has 'blok': use some of block, attend_norm"),
+        ({"parallel": {"recompute": ("block", "ffn")}}, 1, "has a block and parts of it: use block alone"),
+        ({"parallel": {"recompute": ("ffn", "ffn")}}, 1, "parallel.recompute=['ffn', 'ffn'] has a name twice"),
+        ({"parallel": {"prefetch": -1}}, 1, "parallel.prefetch=-1 must not be negative"),
         ({"mesh": {"dp": 0}}, 1, "mesh.dp=0 must be positive"),
         ({"mesh": {"dp": -1, "tp": -1}}, 1, "mesh.dp=-1 must be positive"),
         (
@@ -91,6 +98,12 @@ def test_refused_combinations(settings, world, words):
 
 def test_defaults_run():
     config.check(Config(), 1)
+
+
+def test_the_names_of_what_can_be_recomputed_are_those_of_a_block():
+    with torch.device("meta"):
+        [block, *_] = GPT(Config().model, 0).blocks.values()
+    assert ("block", *(name for name, _ in block.named_children())) == config.RECOMPUTED
 
 
 @pytest.mark.parametrize(
