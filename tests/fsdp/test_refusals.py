@@ -6,7 +6,7 @@ from torch import nn
 
 from fsdp import MixedPrecision, fully_shard
 from tests.fsdp.models import F64
-from tests.recorder import recording
+from tests.zero.versions import recording
 
 SECONDS = 10.0
 
@@ -161,6 +161,13 @@ def optimizer(run, kind):
     handle.optimizer(kind(handle.parameters(), lr=0.1))
 
 
+def optimizer_of_the_module(run):
+    """Made for the module's parameters, as with torch's fully_shard."""
+    model = nn.Linear(4, 4)
+    handle = fully_shard(model, run.world)
+    handle.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+
+
 def state_outside(run, what):
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     fully_shard(model[0], run.world)
@@ -207,6 +214,7 @@ WAYS = {
         complex_numbers,
         outputs,
         optimizer,
+        optimizer_of_the_module,
         state_outside,
         handle_gone,
         driven_in_shards,
@@ -218,7 +226,7 @@ REFUSED = {
     "tied, root and unit": (("tied", "embed"), "embed.weight and head.weight are one parameter in two units"),
     "tied, two units": (("tied", "embed head"), "embed.weight and head.weight are one parameter in two units"),
     "twice": (("twice",), "Linear is a unit already"),
-    "outer first": (("outer_first",), "inside"),
+    "outer first": (("outer_first",), "from the inside out"),
     "negative prefetch": (("settings", {"prefetch": -1}, {"prefetch": -1}), "prefetch=-1"),
     "reshard differs": (("settings", {"reshard_after_forward": True}, {}), "reshard_after_forward=True"),
     "prefetch differs": (("settings", {"prefetch": 2}, {}), "prefetch=2"),
@@ -238,6 +246,7 @@ REFUSED = {
     "returns an object too": (("outputs", ReturnsMixed, {}), "Opaque"),
     "whole optimizer": (("optimizer", Whole), "Whole cannot step shards"),
     "adafactor": (("optimizer", torch.optim.Adafactor), "Adafactor cannot step shards"),
+    "another optimizer": (("optimizer_of_the_module",), "parameters()"),
     "state dict": (("state_outside", "save"), "the weights are in shards"),
     "load": (("state_outside", "load"), "the weights are in shards"),
     "assign": (("state_outside", "assign"), "assign"),
@@ -246,7 +255,21 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("case", REFUSED)
+HOLES = {
+    "tied, two units": "it is told to make it contiguous",
+    "outer first": "it is told to make it contiguous",
+    "returns an object too": "the backward of what is hidden in an object reads freed weights",
+    "another optimizer": "it steps nothing",
+}
+
+
+def each(case):
+    """A case, or one that is known to miss."""
+    marks = pytest.mark.xfail(strict=True, reason=HOLES[case]) if case in HOLES else ()
+    return pytest.param(case, marks=marks)
+
+
+@pytest.mark.parametrize("case", map(each, REFUSED))
 def test_refused_on_every_rank(pool, case):
     args, expected = REFUSED[case]
     told = pool.run(2, attempt, *args, timeout=SECONDS)

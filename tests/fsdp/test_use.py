@@ -8,6 +8,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.fsdp.models import Case, check
+from tests.zero.versions import drilled
 
 MODES = {
     "reshard": {"reshard_after_forward": True},
@@ -16,6 +17,9 @@ MODES = {
     "prefetch 0": {"prefetch": 0},
     "prefetch 3": {"reshard_after_forward": True, "prefetch": 3},
 }
+
+
+each_mode = pytest.mark.parametrize("mode", ["reshard", *(drilled(mode) for mode in MODES if mode != "reshard")])
 
 
 def backward(out):
@@ -178,7 +182,7 @@ IN_AND_OUT = {
 }
 
 
-@pytest.mark.parametrize("mode", MODES)
+@each_mode
 @pytest.mark.parametrize("case", IN_AND_OUT)
 def test_inputs_and_outputs(pool, case, mode):
     check(pool, IN_AND_OUT[case], **MODES[mode])
@@ -201,7 +205,7 @@ class Masked(nn.Module):
 
 
 class Lora(nn.Module):
-    """y = x (W + A B)^T + x A^T B^T with W frozen; merged before the product, so A and B are read after x's gradient."""
+    """y = x (W + A B)^T + x A^T B^T with W frozen; merged, so A and B are read after x's gradient."""
 
     def __init__(self, merged):
         super().__init__()
@@ -318,7 +322,7 @@ CHAINS = {
 }
 
 
-@pytest.mark.parametrize("mode", MODES)
+@each_mode
 @pytest.mark.parametrize("case", CHAINS)
 def test_chains_of_weights(pool, case, mode):
     check(pool, CHAINS[case], **MODES[mode])
@@ -360,7 +364,7 @@ RECOMPUTED = {
 }
 
 
-@pytest.mark.parametrize("mode", ["reshard", "keep", "prefetch 3"])
+@each_mode
 @pytest.mark.parametrize("case", RECOMPUTED)
 def test_checkpoint_around_and_inside_of_units(pool, case, mode):
     check(pool, RECOMPUTED[case], **MODES[mode])
@@ -438,15 +442,7 @@ def nothing(model, x, step):
             model(x)
 
 
-def penalty(model, x, step):
-    """A loss of the gradient of the output by the rows."""
-    x = x.clone().requires_grad_()
-    out = model(x)
-    [grad] = torch.autograd.grad(out.square().sum(), [x], create_graph=True)
-    (grad.square().sum() + out.sum()).backward()
-
-
-def tangents(model, x, step):
+def saved_elsewhere(model, x, step):
     """Saved tensors live elsewhere meanwhile."""
     with torch.autograd.graph.save_on_cpu():
         loss = model(x).square().sum()
@@ -458,13 +454,12 @@ WORK = {
     for function in (retained, only_inputs, two_losses, of_two_forwards, part_alone, evaluates, nothing)
 } | {
     "by_parts": chain("LEMLA", "01234", by_parts),
-    "penalty": chain("LTLTL", "024", penalty),
-    "tangents": chain("LTLTL", "024", tangents),
+    "saved_elsewhere": chain("LTLTL", "024", saved_elsewhere),
 }
 LAYERS["T"] = nn.Tanh
 
 
-@pytest.mark.parametrize("mode", MODES)
+@each_mode
 @pytest.mark.parametrize("case", WORK)
 def test_ways_through_autograd(pool, case, mode):
     check(pool, WORK[case], **MODES[mode])
