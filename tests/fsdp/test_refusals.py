@@ -6,7 +6,7 @@ from torch import nn
 
 from fsdp import MixedPrecision, fully_shard
 from tests.fsdp.models import F64
-from tests.zero.versions import recording
+from tests.recorder import recording
 
 SECONDS = 10.0
 

@@ -9,9 +9,10 @@ from torch import nn
 from collectives import boxed, comm
 from fsdp import MixedPrecision
 from tests.fsdp.models import F64, assembled, check_grads, pieces, sharded
+from tests.shards import snapshot
 from tests.zero import test_boxed
 from tests.zero.test_boxed import copied, whole
-from tests.zero.versions import drilled, snapshot
+from tests.zero.versions import drilled
 from zero import stage1, stage3
 
 ZERO = {"zero 1": stage1.wrap, "zero 3": stage3.wrap}

@@ -10,7 +10,8 @@ from torch import nn
 
 from tests.fsdp.models import F64, Case, assembled, built, check, check_grads, inner, pieces, rows, sharded
 from tests.fsdp.test_use import MODES, chain, each_mode, once
-from tests.zero.versions import drilled, recording
+from tests.recorder import recording
+from tests.zero.versions import drilled
 
 # -- torch's own layers ------------------------------------------------------------------------------------------------
 
