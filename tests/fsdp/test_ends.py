@@ -35,8 +35,8 @@ def step(run, nested, owns):
     units = [Scale(Scale()) if nested else Scale(), Scale()]
     for unit in units:
         for part in unit.inside:
-            fully_shard(part, run.world)
-        fully_shard(unit, run.world)
+            fully_shard(part, run.world, average=False)
+        fully_shard(unit, run.world, average=False)
     handle = fully_shard(model := Scale(*units), run.world, average=False, prefetch=0, reshard_after_forward=True)
     with recording() as recorder:
         for _ in range(2):
