@@ -28,7 +28,7 @@ PLANS = {  # of each step, of each microbatch, of each rank what it runs
 
 
 def judged(pool, ranks, mode, plan, *more):
-    assert list(read(pool.run(ranks, steps, mode, plan, *more, timeout=10.0))) == list(expected(plan))
+    assert list(read(pool.run(ranks, steps, mode, plan, *more, timeout=5.0))) == list(expected(plan))
 
 
 ENDS = ("weights", "inputs", "nowhere")  # at what the end of the root's backward shows
