@@ -68,6 +68,7 @@ class Program:
         self.events: list[Event] | None = None
         self.at, self.owed = 0, 0
         self.open: set[int] = set()  # units that are entered, and not left
+        self.ended: set[int] = set()  # of those the ones to be left as soon as it is their turn
         self.seen: list[Event] = []  # of the first whole forward, as this rank ran it
 
     def _follow(self, forward: Iterable[Event]) -> None:
@@ -104,10 +105,11 @@ class Program:
             self._begin_backward()
             self._go(Event(ENTER, unit))
 
-    def after_backward(self, unit: int) -> None:
-        """The backward of a unit has ended."""
+    def after_backward(self, unit: int, *, inside: bool) -> None:
+        """The backward of a unit has ended; inside: and that of the units inside of it, skipped ones too."""
         if self.events is self.backward and unit in self.open:
-            self._go(Event(LEAVE, unit))
+            self.ended.add(unit)
+            self._run(self.events.index(Event(LEAVE, unit), self.at) + 1 if inside else self.at)
 
     def complete(self) -> None:
         """Go on to the end of the forward or backward under way, if one is."""
@@ -136,7 +138,7 @@ class Program:
         return True
 
     def _run(self, to: int) -> None:
-        while self.at < to:
+        while self.at < to or self._next_has_ended():
             # IDEA: whoever comes later joins in what it has skipped, so that all ranks start the same collectives.
             event, self.at = self.events[self.at], self.at + 1
             if event.kind == ENTER:
@@ -145,10 +147,15 @@ class Program:
                 self._enter(event.unit, list(islice(ahead, self.prefetch)))
             else:
                 self.open.discard(event.unit)
+                self.ended.discard(event.unit)
                 backward = self.events is self.backward
                 self._leave(event.unit, backward, backward and event not in self.events[self.at :])
         if self.at == len(self.events):
             self.events = None
+
+    def _next_has_ended(self) -> bool:
+        kind, unit = self.events[self.at] if self.at < len(self.events) else (ENTER, ROOT)
+        return kind == LEAVE and unit in self.ended
 
     def _see(self, event: Event) -> None:
         if self.seen[-1:] == [Event(LEAVE, ROOT)]:

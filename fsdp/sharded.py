@@ -60,7 +60,7 @@ class FullySharded(Replica):
         self.numbers = {unit: number for number, unit in enumerate(units)}
         self.program = Program(nested(parents), prefetch, called(self._enter), called(self._leave))
         self.agreed_order = False
-        self.reduces = True  # whether the backward under way is one whose gradients are reduced
+        self.reduces, self.replicates = True, True  # whether the backward under way is one whose gradients are
         self.driven = False
         self.syncing_replicas = True
         self.scattering: tuple[Pack, bool] | None = None  # whose reduction is under way, and whether replicas add next
@@ -103,14 +103,14 @@ class FullySharded(Replica):
     def post_backward(self, unit: Unit, in_turn: bool) -> None:
         """The backward of a unit has ended."""
         if in_turn:
-            self.program.after_backward(self.numbers[unit])
+            self.program.after_backward(self.numbers[unit], inside=unit.anchored)
         elif self.numbers[unit] not in self.program.open:
-            unit.reshard()
+            self._free(unit)
 
     def _enter(self, number: int, ahead: Sequence[int]) -> None:
         unit = self.units[number]
         if number == ROOT:  # a forward or backward begins
-            self.reduces = self.syncing
+            self.reduces, self.replicates = self.syncing, self.syncing_replicas
         unit.unshard()  # [n]
         unit.expect()
         for other in ahead:
@@ -124,11 +124,12 @@ class FullySharded(Replica):
             return
         if self.reduces and last:
             for pack in unit.trained:
-                self._start(pack)  # the gradient becomes [n/P]
-        unit.reshard()  # [n/P]
+                self._start(pack, self.replicates)  # the gradient becomes [n/P]
+        if last or not unit.keeps:
+            unit.reshard()  # [n/P]
 
     def _free(self, unit: Unit) -> None:
-        """Reshard after forward, unless it is kept."""
+        """Reshard, unless the unit is kept for the backward of what has run."""
         if not unit.keeps:
             unit.reshard()
 
@@ -144,11 +145,11 @@ class FullySharded(Replica):
 
     # -- reductions ----------------------------------------------------------------------------------------------------
 
-    def _start(self, pack: Pack) -> None:
-        """Go on with the reductions under way, and start that of a pack."""
+    def _start(self, pack: Pack, replicate: bool) -> None:
+        """Go on with the reductions under way, and start that of a pack, which replicas go on with or do not."""
         self._advance()
         pack.start_reduce()
-        self.scattering = pack, self.syncing_replicas
+        self.scattering = pack, replicate
 
     def _advance(self) -> None:
         """Wait for what is under way; what the shard group has added, the replicas add next."""
@@ -258,7 +259,7 @@ class FullySharded(Replica):
         """Reduce the gradients that the units in `module` have by now."""
         for unit in self._within(module):
             for pack in unit.trained:
-                self._start(pack)
+                self._start(pack, self.syncing_replicas)
 
     def _within(self, module: nn.Module) -> list[Unit]:
         inside = set(module.modules())
@@ -324,7 +325,7 @@ class FullySharded(Replica):
             answers = self.largest([int(answer) for answer in (*used, *late)], groups)
             for pack, came_late in zip(packs, answers[len(used) :], strict=True):
                 if came_late:
-                    self._start(pack)
+                    self._start(pack, replicate=True)
             anywhere.update(param for param, answer in zip(params, answers, strict=False) if answer)
         self._drain()
         return anywhere

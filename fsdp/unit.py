@@ -17,6 +17,7 @@ torch/distributed/fsdp/_fully_shard.
 
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -75,10 +76,12 @@ class Unit:
 
     def pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         """The module is about to run. Returns its inputs, cast, and with the end of backward marked."""
-        driver = self._driver(module)
-        if driver is None:
+        if module is not self.module():  # a copy, which has our hooks as well
             return None
-        self.in_turn = driver.pre_forward(self)
+        driver = self._driver()
+        if driver.driven and not self.whole:
+            raise RuntimeError(f"{self.name} runs in shards: call `unshard` before, since it is driven from outside")
+        self.in_turn = not driver.driven and driver.pre_forward(self)
         marks: list[Tensor] = []
         args, kwargs = tree_map(lambda value: self._marked(cast(value, self.mixed.param), marks), (args, kwargs))
         if marks:
@@ -88,22 +91,30 @@ class Unit:
 
     def post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
         """The module has run. Returns its output, cast, and with the begin of backward marked."""
-        driver = self._driver(module)
-        if driver is None:
+        if module is not self.module():
             return None
+        driver = self._driver()
         output = tree_map(lambda value: cast(value, self.mixed.output), output)
         self._check(output)
         outputs = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
         if outputs and torch.is_grad_enabled():
             # IDEA: a hook on what goes in and one on what comes out tell when a module's backward begins and ends.
-            register_multi_grad_hook(outputs, called(self.pre_backward, self.in_turn), mode="any")
-        driver.post_forward(self)
+            register_multi_grad_hook(outputs, partial(self.pre_backward, self.in_turn), mode="any")
+        if not driver.driven:
+            driver.post_forward(self)
         return output
 
-    def pre_backward(self, in_turn: bool) -> None:
-        """The backward of the module is about to begin."""
-        if (driver := self.driver()) is not None and not driver.driven:
+    def pre_backward(self, in_turn: bool, *grads: Any) -> None:
+        """The backward of the module is about to begin. It must not find the weights freed: it would read address 0."""
+        driver = self._driver()
+        if torch.is_grad_enabled() and not all(pack.alone for pack in self.packs):
+            raise RuntimeError(
+                f"backward(create_graph=True) through {self.name}: gradients of gradients find no weights"
+            )
+        if not driver.driven:
             driver.pre_backward(self, in_turn)
+        elif not self.whole:
+            raise RuntimeError(f"the backward of {self.name} begins in shards: call `unshard` before")
 
     def post_backward(self, in_turn: bool) -> None:
         """The backward of the module has ended."""
@@ -150,17 +161,12 @@ class Unit:
 
     # -- inside --------------------------------------------------------------------------------------------------------
 
-    def _driver(self, module: nn.Module) -> Driver | None:
-        """Whom to tell; nobody, for a copy of the module, which has our hooks too, or if it is driven from outside."""
-        if module is not self.module():
-            return None
+    def _driver(self) -> Driver:
         if (driver := self.driver()) is None:
             raise RuntimeError(
                 f"the handle of {self.name} is gone: keep what fully_shard returns for the outermost module"
             )
-        if driver.driven and not self.whole:
-            raise RuntimeError(f"{self.name} runs in shards: call `unshard` before, since it is driven from outside")
-        return None if driver.driven else driver
+        return driver
 
     def _marked(self, value: Any, marks: list[Tensor]) -> Any:
         """A view of an input that needs a gradient: a node of its own, the last of the unit that backward comes to."""

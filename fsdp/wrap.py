@@ -76,9 +76,13 @@ def fully_shard(
     made = {"op": op, "mixed": mixed, "host": offload, "shard_dim": lambda name, _: dims[name], "device": device}
     title = type(module).__name__
     packs = [Pack(title, members, group, replicas, **made) for members in _by_kind(named)]
+    for name, param in named.items():
+        param.unit = f"{name} of {title}"  # for whoever comes upon it in another module
     module.fully_sharded = Unit(title, module, packs, reshard=reshard_after_forward, mixed=mixed)
     # IDEA: the units around which weights come and go are modules, as they run, and not layers in a list.
     units, parents = _units(module)
+    if others := [unit.name for unit in units for pack in unit.packs if pack.op != op]:
+        raise ValueError(f"average={average}, but not so in unit {others[0]}: give all units of a module the same")
     return FullySharded(module, units, parents, group, replicas, average=average, prefetch=prefetch)
 
 
@@ -97,6 +101,11 @@ def _own(module: nn.Module) -> dict[str, nn.Parameter]:
         holders.setdefault(param, []).append((name, unit))
     named = {}
     for param, places in holders.items():
+        if (unit := getattr(param, "unit", None)) is not None and places[0][1] is None:
+            raise ValueError(
+                f"{places[0][0]} is {unit} already, of a unit that is not inside of {type(module).__name__}: leave a "
+                "parameter that two units share to the one around both, and apply fully_shard from the inside out"
+            )
         if len({unit for _, unit in places}) > 1:
             raise ValueError(
                 f"{places[0][0]} and {next(name for name, unit in places if unit is not places[0][1])} are one "

@@ -28,7 +28,6 @@ def test_prefetch_resharding_and_sharding_change_no_bit(pool, ranks, recipe):
         assert same_bits(pool.run(ranks, trained, mode, recipe), first) == [], mode
 
 
-@pytest.mark.xfail(strict=True, reason="a root whose weights come first reduces what no_sync has kept by itself")
 @pytest.mark.parametrize(("ranks", "recipe"), RECIPES[:1])
 def test_the_cut_into_units_changes_no_bit(pool, ranks, recipe):
     first = pool.run(ranks, trained, Mode(units="root"), recipe)

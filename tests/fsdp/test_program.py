@@ -59,7 +59,8 @@ class Trace:
 
     def backward(self, events="+3 -3 +2 -2 +1 -1"):
         for event in events.split():
-            (self.program.before_backward if event[0] == "+" else self.program.after_backward)(int(event[1:]))
+            unit = int(event[1:])
+            self.program.before_backward(unit) if event[0] == "+" else self.program.after_backward(unit, inside=True)
         return self
 
     def end(self):

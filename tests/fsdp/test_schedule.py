@@ -214,7 +214,6 @@ def test_a_unit_that_runs_twice_is_reduced_once(pool):
     right(steps, plainly(2, once_more))
 
 
-@pytest.mark.xfail(strict=True, reason="a unit used twice is freed, and gathered again, between its two backwards")
 def test_a_unit_that_is_kept_and_runs_twice_is_gathered_once(pool):
     steps = pool.run(2, told, KEPT, once_more)
     right(steps, plainly(2, once_more))
