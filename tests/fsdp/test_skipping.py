@@ -9,7 +9,6 @@ import pytest
 
 from tests.fsdp.digits import expected, read, steps
 from tests.fsdp.versions import HYBRID, MODES, Mode, drilled
-from tests.pool import RankFailed, RankHung
 
 ALL = "0 1 2 2.left 2.right 3"
 PLANS = {  # of each step, of each microbatch, of each rank what it runs
@@ -62,7 +61,6 @@ def test_skipped_under_replicas(pool, mode, quiet):
     judged(pool, 4, HYBRID[mode], HYBRID_PLAN, quiet)
 
 
-@pytest.mark.xfail(strict=True, raises=(RankHung, RankFailed), reason="asks when a unit is left if replicas add")
 def test_skipped_under_replicas_by_a_rank_that_joins_in_later(pool):
     """After the microbatch, and so after the context."""
     judged(pool, 4, HYBRID["hybrid"], [[(ALL, "", "", ALL)] * 2], "no_replica_sync", "nowhere")
