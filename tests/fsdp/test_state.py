@@ -1,6 +1,7 @@
 """The state: whole, as boxes that go on at any number of ranks, and in the middle of a step."""
 
 import contextlib
+import functools
 
 import pytest
 import torch
@@ -8,10 +9,11 @@ from torch import nn
 
 from collectives import boxed, comm
 from fsdp import MixedPrecision
-from tests.fsdp.models import F64, assembled, check_grads, pieces, sharded
+from tests.fsdp.models import F64, check_grads, sharded
+from tests.shards import assembled, pieces, snapshot
 from tests.zero import test_boxed
 from tests.zero.test_boxed import copied, whole
-from tests.zero.versions import drilled, snapshot
+from tests.zero.versions import drilled
 from zero import stage1, stage3
 
 ZERO = {"zero 1": stage1.wrap, "zero 3": stage3.wrap}
@@ -68,17 +70,20 @@ def resumed(run, kind, state, more):
 
 
 CHANGES = [
-    *((({}, 4), ({}, ranks)) for ranks in (1, 2, 3)),
+    (({}, 4), ({}, 3)),
+    (({"reshard_after_forward": True}, 3), ("zero 3", 2)),
     (("zero 1", 3), ({}, 2)),
     (("zero 3", 2), ({"reshard_after_forward": False}, 3)),
-    (({}, 3), ("zero 3", 2)),
-    (({"reshard_after_forward": True}, 2), ("zero 1", 4)),
 ]
 
 
-@pytest.mark.xfail(reason="a scalar of fsdp is taken for a number of the optimizer")
+SCALARS = "a scalar that fsdp holds is taken for a number of the optimizer"
+missing = functools.partial(pytest.param, marks=pytest.mark.xfail(strict=True, reason=SCALARS))
+
+
 @pytest.mark.parametrize(
-    ("before", "after"), [*CHANGES[1:5], *(drilled(*change) for change in (CHANGES[0], *CHANGES[5:]))]
+    ("before", "after"),
+    [*(missing(*change) for change in CHANGES[:2]), CHANGES[2], *(drilled(*change) for change in CHANGES[3:4])],
 )
 def test_goes_on_anywhere(pool, before, after):
     state, straight = pool.run(before[1], trained, before[0], 3)[0]
@@ -170,9 +175,6 @@ def between(run, what, settings):
         elif what == "evaluate":
             with torch.no_grad(), handle.no_sync():
                 seen.append(model(batch(7)))
-        elif what == "write":
-            with handle.whole(), torch.no_grad():
-                model[0].bias += 1.0
         loss.backward()
         handle.finish()
         held = pieces(handle)
