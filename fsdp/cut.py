@@ -21,7 +21,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Cut:
-    """The pieces of a tensor of this shape along `dim`. A scalar is rank 0's."""
+    """The pieces of a tensor of this shape along `dim`. A scalar is cut as a row of one: it is rank 0's, shape [1]."""
 
     shape: torch.Size
     dim: int
@@ -40,10 +40,8 @@ class Cut:
 
     def local(self, rank: int) -> torch.Size:
         """The shape of a rank's piece."""
-        mine = len(self.range(rank))
-        if not self.shape:
-            return self.shape if mine else torch.Size([0])
-        return torch.Size([*self.shape[: self.dim], mine, *self.shape[self.dim + 1 :]])
+        shape = self.shape or torch.Size([1])
+        return torch.Size([*shape[: self.dim], len(self.range(rank)), *shape[self.dim + 1 :]])
 
     @cached_property
     def longest(self) -> int:
@@ -68,7 +66,7 @@ class Cut:
         """Views of the slots [P, longest], for each of the parts the place of the same shape."""
         places = []
         for first, ranks, _ in self._kinds():
-            piece = self.local(first) if self.shape else torch.Size([1])
+            piece = self.local(first)
             places.append(slots[first : first + ranks, : piece.numel()].unflatten(1, piece))
         return places
 

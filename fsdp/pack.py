@@ -73,7 +73,7 @@ class Pack:
         self._make_shards(named)
         if self.alone:
             for param, piece in zip(self.params, self._pieces(self.shard), strict=True):
-                layout.point(param, piece)
+                layout.point(param, piece.view(param.shape))
         else:
             self._make_weights()
             self._hide()
@@ -155,8 +155,7 @@ class Pack:
         """This rank's piece of a whole tensor of the parameter's shape."""
         cut = self.cuts[param]
         mine = cut.range(self.group.rank())
-        piece = whole.narrow(cut.dim, mine.start, len(mine)) if whole.dim() else whole.view(1)[: len(mine)]
-        return piece.reshape(cut.local(self.group.rank()))
+        return (whole if whole.dim() else whole.view(1)).narrow(cut.dim, mine.start, len(mine))
 
     def _in_slots(self, slots: Tensor) -> dict[nn.Parameter, list[Tensor]]:
         """The places of each parameter that lies in these slots."""
@@ -182,6 +181,7 @@ class Pack:
         """After: the weights are whole, in the memory that autograd's graph has in mind."""
         self.start_unshard()
         if self.state is State.GATHERING:
+            self._check_hidden()
             self._wait_for_slots()
             self.weights.allocate()
             # IDEA: parameter by parameter out of the slots: one collective, and yet each has a piece with a shape.
@@ -207,11 +207,18 @@ class Pack:
         (work, _), self.gathering = self.gathering, None
         work.wait()
 
+    def _check_hidden(self) -> None:
+        if any(param.data_ptr() != self.nothing.data_ptr() for param in self.params):
+            raise RuntimeError(
+                f"weights of {self.unit} were given other memory while they were in shards, as by .to(): do that "
+                "before fully_shard"
+            )
+
     def _hide(self) -> None:
         value = math.nan if self.param_dtype.is_floating_point else 0
-        nothing = torch.full((), value, dtype=self.param_dtype, device=self.device)
+        self.nothing = torch.full((), value, dtype=self.param_dtype, device=self.device)
         for param in self.params:
-            layout.point(param, nothing.expand(param.shape))
+            layout.point(param, self.nothing.expand(param.shape))
 
     @torch.no_grad()
     def masters(self) -> dict[nn.Parameter, Tensor]:

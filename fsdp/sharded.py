@@ -70,7 +70,8 @@ class FullySharded(Replica):
             unit.driver = weakref.ref(self)
             is_root = unit is self.units[0]
             unit.keeps = is_root if unit.reshard_after_forward is None else not unit.reshard_after_forward
-        for part in module.modules():
+        self.parts = weakref.WeakSet(module.modules())
+        for part in self.parts:
             part.register_state_dict_pre_hook(called(self._check_whole))
             part.register_load_state_dict_pre_hook(called(self._check_whole))
             part.register_state_dict_post_hook(called(self._on_state_dict))
@@ -220,7 +221,12 @@ class FullySharded(Replica):
         self._watch()
 
     def optimizer(self, inner: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """`inner`, made for `parameters()`, unless an element's update depends on others: then ValueError."""
+        """`inner`, made for `parameters()`. Raises ValueError if it is not, or if it does not update each element by
+        itself.
+        """
+        shards = set(self.parameters())
+        if any(param not in shards for group in inner.param_groups for param in group["params"]):
+            raise ValueError("the optimizer has other parameters than shards: make it for `handle.parameters()`")
         check_elementwise(inner)
         return inner
 
@@ -364,6 +370,8 @@ class FullySharded(Replica):
 
     def _on_load(self, module: nn.Module) -> None:
         """A part of the module has loaded a state dict into its own parameters."""
+        if module not in self.parts:  # but of a copy, which has our hooks as well
+            return
         for param in module.parameters(recurse=False):
             if param not in self.unit_of:
                 raise ValueError(

@@ -33,7 +33,7 @@ from collectives.watch import Watcher, watching
 from fsdp.sharded import FullySharded
 from fsdp.wrap import fully_shard
 
-BLOCKS, VOCAB, WIDTH, HIDDEN, TOKENS, STEPS = 8, 256, 256, 512, 256, 6
+BLOCKS, VOCAB, WIDTH, HIDDEN, TOKENS, STEPS = 8, 256, 256, 512, 256, 4
 SIZES = (1, 2, 4, 8)  # blocks in a unit
 LINKS = MappingProxyType({"as it is": None, "+ 20 ms a call": (0.02, 0.0), "at 50 MB/s": (0.0, 2e-8)})
 LANES_LINK, LANES_SIZE = (0.002, 1e-8), 2  # for the lanes: 2 ms a call and 100 MB/s; units of two blocks
@@ -205,7 +205,7 @@ def shortest(run: Runtime) -> dict[str, list[Span]]:
     for trained, lanes in ways.values():
         for i, unit in enumerate(trained.model.units):
             lanes.follow(f"units.{i}", unit)
-    for _ in range(3 * STEPS):
+    for _ in range(2 * STEPS):
         for name, way in ways.items():
             steps.setdefault(name, []).append(spans_of_a_step(*way))
     return {name: min(of_way, key=lambda spans: max(span.stop for span in spans)) for name, of_way in steps.items()}

@@ -58,6 +58,12 @@ class Unit:
     ):
         self.name, self.packs, self.reshard_after_forward, self.mixed = name, list(packs), reshard, mixed
         self.module = weakref.ref(module)
+        # where the module and its parts have these parameters; the parts themselves would be a cycle
+        places = [
+            (part._parameters, name, param) for part in module.modules() for name, param in part._parameters.items()
+        ]
+        own = {param for pack in packs for param in pack.params}
+        self.places = [place for place in places if place[2] in own]
         self.keeps = False  # weights, from forward to backward
         self.driver: Callable[[], Driver | None] = lambda: None
         self.in_turn = False  # whether the program knows of the forward that was last
@@ -65,6 +71,10 @@ class Unit:
         self.missing: set[nn.Parameter] = set()  # whose gradient is still to come in this backward
         module.register_forward_pre_hook(called(self.pre_forward), prepend=True, with_kwargs=True)
         module.register_forward_hook(called(self.post_forward))
+
+    def __reduce__(self) -> tuple[type, tuple]:
+        """Of a copy of the module, or one in a file, this is None: that is a plain module."""
+        return type(None), ()
 
     def named(self, name: str) -> None:
         """Take the name that the unit has in a larger module."""
@@ -79,6 +89,10 @@ class Unit:
         if module is not self.module():  # a copy, which has our hooks as well
             return None
         driver = self._driver()
+        if any(own.get(name) is not param for own, name, param in self.places):
+            raise RuntimeError(
+                f"a parameter of {self.name} was replaced after fully_shard: write into those that are there"
+            )
         if driver.driven and not self.whole:
             raise RuntimeError(f"{self.name} runs in shards: call `unshard` before, since it is driven from outside")
         self.in_turn = not driver.driven and driver.pre_forward(self)
@@ -95,8 +109,9 @@ class Unit:
             return None
         driver = self._driver()
         output = tree_map(lambda value: cast(value, self.mixed.output), output)
-        self._check(output)
-        outputs = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
+        leaves = tree_leaves(output)
+        outputs = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
+        self._check(leaves, outputs)
         if outputs and torch.is_grad_enabled():
             # IDEA: a hook on what goes in and one on what comes out tell when a module's backward begins and ends.
             register_multi_grad_hook(outputs, partial(self.pre_backward, self.in_turn), mode="any")
@@ -175,14 +190,14 @@ class Unit:
             marks.append(value)
         return value
 
-    def _check(self, output: Any) -> None:
+    def _check(self, leaves: Sequence[Any], outputs: Sequence[Tensor]) -> None:
         """Raises ValueError for what would be read after the weights are freed."""
-        leaves = tree_leaves(output)
-        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         own = {pack.weights.tensor.data_ptr() for pack in self.packs if not pack.alone}
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         if not self.keeps and any(tensor.untyped_storage().data_ptr() in own for tensor in tensors):
             raise ValueError(f"{self.name} returns its weights, which are freed now: use reshard_after_forward=False")
-        if leaves and not tensors and not all(isinstance(leaf, PLAIN) for leaf in leaves):
+        others = [leaf for leaf in leaves if not isinstance(leaf, (Tensor, *PLAIN))]
+        if others and not outputs and torch.is_grad_enabled():
             raise ValueError(
-                f"{self.name} returns a {type(leaves[0]).__name__}, whose tensors are not found: return tensors"
+                f"{self.name} returns a {type(others[0]).__name__}, in which no tensor is found: return tensors"
             )

@@ -101,18 +101,18 @@ def _own(module: nn.Module) -> dict[str, nn.Parameter]:
         holders.setdefault(param, []).append((name, unit))
     named = {}
     for param, places in holders.items():
-        if (unit := getattr(param, "unit", None)) is not None and places[0][1] is None:
+        name, unit = places[0]
+        if others := [other for other, its_unit in places if its_unit is not unit]:
             raise ValueError(
-                f"{places[0][0]} is {unit} already, of a unit that is not inside of {type(module).__name__}: leave a "
+                f"{name} and {others[0]} are one parameter in two units: leave both to the unit around them"
+            )
+        if unit is None and hasattr(param, "unit"):
+            raise ValueError(
+                f"{name} of {type(module).__name__} is {param.unit} already, which is a unit not inside of it: leave a "
                 "parameter that two units share to the one around both, and apply fully_shard from the inside out"
             )
-        if len({unit for _, unit in places}) > 1:
-            raise ValueError(
-                f"{places[0][0]} and {next(name for name, unit in places if unit is not places[0][1])} are one "
-                "parameter in two units: leave both to the unit around them"
-            )
-        if places[0][1] is None:
-            named[places[0][0]] = param
+        if unit is None:
+            named[name] = param
     return named
 
 

@@ -114,6 +114,8 @@ def test_png(tmp_path):
         path = tmp_path / f"{number}.png"
         draw(path, *ranks, title="a step")
         assert path.read_bytes().startswith(b"\x89PNG")
+    draw(tmp_path / "named.png", STEP, [], names=["prefetch=0", "prefetch=1"])
+    assert (tmp_path / "named.png").stat().st_size > 0
 
 
 # ---- lengths

@@ -42,12 +42,14 @@ class Inner(nn.Module):
 
 class Root(nn.ModuleList):
     """The sum of the parts that `run` names, in that order: "3 2 2.left 1!" runs part 3, part 2 and in it its left
-    leaf, and part 1, of whose output nothing comes. Its own weight is a scalar.
+    leaf, and part 1, of whose output nothing comes. Its own weight is a scalar; with a frozen one beside it the end of
+    its backward shows nowhere, where inputs need no gradient.
     """
 
-    def __init__(self):
+    def __init__(self, frozen):
         super().__init__([Leaf(3), Leaf(5, 2), Inner(), Leaf()])
         self.weight = nn.Parameter(torch.ones((), dtype=torch.float64))
+        self.frozen = nn.Parameter(torch.ones(2, dtype=torch.float64), requires_grad=False) if frozen else None
 
     def forward(self, x, run):
         out, parts = self.weight * x.sum(), {"2": [name[2:] for name in run.split() if name.startswith("2.")]}
@@ -58,28 +60,29 @@ class Root(nn.ModuleList):
         return out
 
 
-def sharded(run, mode, units=(*NAMES[3:5], *NAMES[:3], NAMES[5])):
+def sharded(run, mode, frozen):
     """(the model, its handle)."""
-    model, (shard_group, replicas) = Root(), groups(run, mode.shards)
+    model, (shard_group, replicas) = Root(frozen), groups(run, mode.shards)
     settings = {"replicate_group": replicas, "reshard_after_forward": mode.reshard, "average": False}
-    for path in units:
+    for path in ("2.left", "2.right", "0", "1", "2", "3"):
         fully_shard(model.get_submodule(path), shard_group, **settings)
     return model, fully_shard(model, shard_group, prefetch=mode.prefetch, **settings)
 
 
-def steps(run, mode, plan, quiet="no_sync", anchored=False):
+def steps(run, mode, plan, quiet="no_sync", ends="weights"):
     """What this rank holds after each step.
 
     plan: of each step, of each microbatch, of each rank what it runs. quiet: the context of all microbatches but the
-    last. anchored: whether inputs need a gradient.
+    last. ends: at what the end of the root's backward shows: its "weights", its "inputs", or "nowhere".
     """
-    model, handle = sharded(run, mode)
+    model, handle = sharded(run, mode, ends == "nowhere")
     done = []
     for microbatches in plan:
         for shard in handle.parameters():
             shard.grad = None
         for micro, runs in enumerate(microbatches):
-            x = torch.tensor([10.0 ** (micro * run.size + run.rank)], dtype=torch.float64, requires_grad=anchored)
+            x = torch.tensor([10.0 ** (micro * run.size + run.rank)], dtype=torch.float64)
+            x.requires_grad_(ends == "inputs")
             last = micro == len(microbatches) - 1
             with contextlib.nullcontext() if last else getattr(handle, quiet, contextlib.nullcontext)():
                 model(x, runs[run.rank]).backward()
@@ -95,7 +98,8 @@ def read(ranks):
     """
     for on_ranks in zip(*ranks, strict=True):
         grads, _ = assembled(on_ranks)
-        yield {name.removesuffix("weight").strip("."): None if g is None else digits(g) for name, g in grads.items()}
+        named = {name.removesuffix("weight").strip("."): grad for name, grad in grads.items() if name != "frozen"}
+        yield {name: None if grad is None else digits(grad) for name, grad in named.items()}
 
 
 def digits(grad):

@@ -24,7 +24,7 @@ RECIPES = [
 @pytest.mark.parametrize(("ranks", "recipe"), RECIPES)
 def test_prefetch_resharding_and_sharding_change_no_bit(pool, ranks, recipe):
     first = pool.run(ranks, trained, Mode(True, prefetch=0), recipe)
-    for mode in (*(Mode(True, prefetch=n) for n in (1, 2, 3)), Mode(), Mode(False, prefetch=2), Mode(shards=1)):
+    for mode in (Mode(True, prefetch=1), Mode(True, prefetch=3), Mode(False, prefetch=2), Mode(shards=1)):
         assert same_bits(pool.run(ranks, trained, mode, recipe), first) == [], mode
 
 
