@@ -8,11 +8,7 @@ from collectives import layout, rng
 from fsdp import fully_shard
 from tests.fsdp.models import F64
 from tests.fsdp.test_norm import groups
-<<<<<<< HEAD
 from tests.shards import assembled, pieces, snapshot
-=======
-from tests.shards import snapshot
->>>>>>> refs/heads/fsdp
 from tests.zero.test_memory import from_here, living
 
 

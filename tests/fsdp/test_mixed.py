@@ -7,15 +7,9 @@ import torch
 from torch import nn
 
 from fsdp import MixedPrecision
-<<<<<<< HEAD
 from tests.fsdp.models import sharded
 from tests.recorder import recording
 from tests.shards import assembled, pieces, snapshot
-=======
-from tests.fsdp.models import assembled, pieces, sharded
-from tests.recorder import recording
-from tests.shards import snapshot
->>>>>>> refs/heads/fsdp
 from tests.zero.versions import drilled, vectors
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32

@@ -9,13 +9,8 @@ from torch import nn
 
 from collectives import boxed, comm
 from fsdp import MixedPrecision
-<<<<<<< HEAD
 from tests.fsdp.models import F64, check_grads, sharded
 from tests.shards import assembled, pieces, snapshot
-=======
-from tests.fsdp.models import F64, assembled, check_grads, pieces, sharded
-from tests.shards import snapshot
->>>>>>> refs/heads/fsdp
 from tests.zero import test_boxed
 from tests.zero.test_boxed import copied, whole
 from tests.zero.versions import drilled
