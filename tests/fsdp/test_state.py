@@ -1,7 +1,6 @@
 """The state: whole, as boxes that go on at any number of ranks, and in the middle of a step."""
 
 import contextlib
-import functools
 
 import pytest
 import torch
@@ -77,13 +76,9 @@ CHANGES = [
 ]
 
 
-SCALARS = "a scalar that fsdp holds is taken for a number of the optimizer"
-missing = functools.partial(pytest.param, marks=pytest.mark.xfail(strict=True, reason=SCALARS))
-
-
 @pytest.mark.parametrize(
     ("before", "after"),
-    [*(missing(*change) for change in CHANGES[:2]), CHANGES[2], *(drilled(*change) for change in CHANGES[3:4])],
+    [*CHANGES[:3], drilled(*CHANGES[3])],
 )
 def test_goes_on_anywhere(pool, before, after):
     state, straight = pool.run(before[1], trained, before[0], 3)[0]

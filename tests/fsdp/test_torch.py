@@ -398,7 +398,6 @@ def copied(run):
     return out.detach(), grads, pieces(handle)
 
 
-@pytest.mark.xfail(strict=True, reason="a unit is copied with its module, and its group cannot be")
 def test_a_deep_copy_is_a_module_of_its_own(pool):
     case = chain("LL", "01")
     model = built(case)
@@ -433,10 +432,14 @@ def written(run, way):
     return str(error.value)
 
 
-@pytest.mark.xfail(strict=True, reason="it is lost without a word")
-@pytest.mark.parametrize("way", WRITES)
+TOLD = {"replaced": "a parameter of layers.0 was replaced after fully_shard"}
+LOST = pytest.param("initialised", marks=pytest.mark.xfail(strict=True, reason="it is lost without a word"))
+
+
+@pytest.mark.parametrize("way", ["cast", "replaced", "from a vector", LOST])
 def test_what_is_written_in_shards_is_refused(pool, way):
-    assert all("whole()" in told for told in pool.run(2, written, way))
+    expected = TOLD.get(way, "weights of layers.0 were given other memory while they were in shards")
+    assert all(told.startswith(expected) for told in pool.run(2, written, way))
 
 
 def moved(run):
