@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from collectives.layout import Box
 from collectives.runtime import Runtime
 from fsdp import fully_shard
+from tests.shards import assembled, pieces
 
 F64 = torch.float64
 ULP = torch.finfo(F64).eps
@@ -41,44 +41,6 @@ def sharded(run: Runtime, model: nn.Module, units: Sequence[nn.Module], **settin
     for unit in units:
         fully_shard(unit, **settings)
     return fully_shard(model, **settings)
-
-
-def pieces(handle: Any) -> list[tuple[str, tuple[Box, ...], Tensor | None, Tensor]]:
-    """What this rank holds: of each parameter name, boxes, gradient and value."""
-    return [
-        (p.held.name, p.held.boxes, None if p.grad is None else p.grad.clone(), p.detach().clone())
-        for p in handle.parameters()
-    ]
-
-
-def assembled(ranks: Sequence[list]) -> tuple[dict[str, Tensor | None], dict[str, Tensor]]:
-    """(gradients, values) by name of whole tensors, from the pieces of all ranks. Every rank has a gradient of a
-    tensor, or none has; elements that two ranks hold have the same bits.
-    """
-    grads: dict[str, Tensor | None] = {}
-    values: dict[str, Tensor] = {}
-    for parts in zip(*ranks, strict=True):
-        [name] = {part[0] for part in parts}
-        boxes = [part[1] for part in parts]
-        values[name] = joined(name, boxes, [part[3] for part in parts])
-        some = [part[2] for part in parts]
-        assert len({grad is None for grad in some}) == 1, f"{name}: a gradient on some ranks only"
-        grads[name] = None if some[0] is None else joined(name, boxes, some)
-    return grads, values
-
-
-def joined(name: str, boxes: Sequence[tuple[Box, ...]], parts: Sequence[Tensor]) -> Tensor:
-    """A whole tensor of the ranks' parts, each with one box or none."""
-    shape = next((box.shape for some in boxes for box in some), (0,))
-    whole, filled = torch.empty(shape, dtype=parts[0].dtype), torch.zeros(shape, dtype=torch.bool)
-    for some, part in zip(boxes, parts, strict=True):
-        assert part.numel() == sum(box.numel for box in some), name
-        for box in some:
-            where = box.slices(Box.whole(box.shape))
-            assert part.shape == box.local and (not filled[where].any() or torch.equal(whole[where], part)), name
-            whole[where], filled[where] = part, True
-    assert filled.all(), f"{name}: no rank holds some elements"
-    return whole
 
 
 def rows(case: Case, rank: int, step: int) -> Tensor:

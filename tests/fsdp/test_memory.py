@@ -81,7 +81,7 @@ def near(found, expected):
     return expected <= found <= expected + SMALL
 
 
-SHORT = {("frozen", True, 0), ("frozen", True, 1), ("forward", None, 2), ("frozen", None, 3), ("frozen", False, 1)}
+SHORT = [("frozen", True, 0), ("frozen", True, 1), ("forward", None, 2), ("frozen", None, 3), ("frozen", False, 1)]
 ALL = itertools.product(("forward", "frozen"), (None, True, False), range(4))
 
 

@@ -6,9 +6,9 @@ from torch import nn
 
 from collectives import layout, rng
 from fsdp import fully_shard
-from tests.fsdp.models import F64, assembled, pieces
+from tests.fsdp.models import F64
 from tests.fsdp.test_norm import groups
-from tests.shards import snapshot
+from tests.shards import assembled, pieces, snapshot
 from tests.zero.test_memory import from_here, living
 
 

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from fsdp import MixedPrecision
-from tests.fsdp.models import assembled, pieces, sharded
+from tests.fsdp.models import sharded
 from tests.recorder import recording
-from tests.shards import snapshot
+from tests.shards import assembled, pieces, snapshot
 from tests.zero.versions import drilled, vectors
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32

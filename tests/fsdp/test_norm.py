@@ -6,8 +6,9 @@ from torch import nn
 
 from collectives import layout, norm
 from fsdp import fully_shard
-from tests.fsdp.models import assembled, check_grads, pieces
+from tests.fsdp.models import check_grads
 from tests.fsdp.test_state import batch, two_layers
+from tests.shards import assembled, pieces
 from tests.zero.versions import drilled
 
 
