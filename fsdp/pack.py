@@ -268,7 +268,9 @@ class Pack:
         self.used.add(param)
 
     def _make_full(self) -> None:
-        """Have memory for the gradients: for all up to the last parameter that is not frozen."""
+        """Have memory for the gradients, if none has come: for all up to the last parameter that is not frozen."""
+        if self.arrived:
+            return
         longest = zip(self.params, self.starts, self.cuts.values(), strict=True)
         ends = [start + cut.longest for param, start, cut in longest if param.requires_grad]
         numel = self.group.size() * max(ends, default=0)
