@@ -6,7 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from tests.zero.versions import STAGES, assembled, drilled, each_stage, each_version, pieces, recording, vectors
+from tests.recorder import recording
+from tests.shards import assembled, pieces
+from tests.zero.versions import STAGES, drilled, each_stage, each_version, vectors
 
 
 def digits(run, wrap, microbatches, average):

@@ -1,14 +1,15 @@
 """Every element is added in rank order, so that stages, buckets, thresholds and overlap change no bit."""
 
 import functools
-import time
 
 import pytest
 import torch
 from torch import nn
 
-from tests.zero.training import Recipe, same_bits, train
-from tests.zero.versions import SMALL, STAGES, VERSIONS, assembled, drilled, each_version, pieces, snapshot
+from tests.shards import assembled, pieces
+from tests.sleepy import sleepy_steps
+from tests.training import Recipe, same_bits, train
+from tests.zero.versions import SMALL, STAGES, VERSIONS, drilled, each_version
 from zero import stage1, stage2, stage3
 
 F32, F64 = torch.float32, torch.float64
@@ -69,44 +70,6 @@ def test_every_element_is_added_in_rank_order(pool, wrap, ranks, average, trains
 
 
 # -- overlap -----------------------------------------------------------------------------------------------------------
-
-
-class Sleepy(nn.Module):
-    """A layer of 1 MB that sleeps for a while, other on every rank, before forward and before backward."""
-
-    def __init__(self, numbers):
-        super().__init__()
-        self.linear, self.numbers = nn.Linear(512, 512), numbers
-
-    def forward(self, x):
-        self.sleep()
-        out = self.linear(x)
-        out.register_hook(self.sleep)
-        return torch.tanh(out)
-
-    def sleep(self, *_):
-        time.sleep(float(torch.rand((), generator=self.numbers)) * 0.01)
-
-
-def sleepy_steps(run, wrap, microbatches):
-    """What this rank holds after two steps of four layers."""
-    torch.manual_seed(0)
-    numbers = torch.Generator().manual_seed(run.rank)
-    model = nn.Sequential(*(Sleepy(numbers) for _ in range(4)))
-    handle = wrap(model, run.world)
-    optimizer = torch.optim.SGD(handle.parameters(), lr=0.1, momentum=0.9)
-    data = torch.Generator().manual_seed(10 + run.rank)
-    for _ in range(2):
-        optimizer.zero_grad()
-        for _ in range(microbatches - 1):
-            with handle.no_sync():
-                model(torch.randn(4, 512, generator=data)).square().sum().backward()
-        model(torch.randn(4, 512, generator=data)).square().sum().backward()
-        handle.finish()
-        optimizer.step()
-        handle.after_step()
-    with handle.whole():
-        return pieces(handle), snapshot(model)
 
 
 @pytest.mark.parametrize(("ranks", "microbatches"), [(2, 3), (3, 1), drilled(2, 1), drilled(3, 3)])

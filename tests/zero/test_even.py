@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from collectives import ledger
-from tests.zero.training import SHARES, data, net
-from tests.zero.versions import VERSIONS, recording
+from tests.recorder import recording
+from tests.training import SHARES, data, net
+from tests.zero.versions import VERSIONS
 
 
 def steps(run, wrap, members):

@@ -8,17 +8,8 @@ import torch
 from torch import nn
 
 from collectives import norm
-from tests.zero.versions import (
-    STAGES,
-    VERSIONS,
-    assembled,
-    drilled,
-    each_stage,
-    each_version,
-    pieces,
-    snapshot,
-    vectors,
-)
+from tests.shards import assembled, pieces, snapshot
+from tests.zero.versions import STAGES, VERSIONS, drilled, each_stage, each_version, vectors
 from zero import Mixed
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32

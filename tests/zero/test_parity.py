@@ -10,7 +10,7 @@ import torch
 
 from collectives import comm
 from collectives.p2p import Handle
-from tests.zero.training import SHARES, Recipe, plain, train, worst
+from tests.training import SHARES, Recipe, plain, train, worst
 from tests.zero.versions import SMALL, drilled, each_stage, each_version
 from zero.bucket import Bucket
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from collectives.layout import Box, flat_range
-from tests.zero.versions import joined
+from tests.shards import joined
 from zero.partition import Partition
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from collectives import comm, p2p
 from tests import passthrough
-from tests.zero.training import SHARES, Recipe, plain, train, worst
+from tests.training import SHARES, Recipe, plain, train, worst
 from tests.zero.versions import SMALL, drilled, each_stage
 
 RECIPES = [Recipe(microbatches=2, limit=5.0), Recipe(optimizer="adamw", average=True)]

@@ -9,8 +9,10 @@ import torch
 from torch import nn
 
 from collectives import layout, ledger
-from tests.zero.training import net
-from tests.zero.versions import assembled, drilled, each_stage, each_version, pieces, recording, snapshot, vectors
+from tests.recorder import recording
+from tests.shards import assembled, pieces, snapshot
+from tests.training import net
+from tests.zero.versions import drilled, each_stage, each_version, vectors
 from zero import Mixed, stage0, stage1, stage2
 
 F64 = torch.float64

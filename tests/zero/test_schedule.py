@@ -9,7 +9,9 @@ import torch
 from torch import nn
 
 from collectives.host import Level
-from tests.zero.versions import STAGES, assembled, drilled, pieces, recording, vectors
+from tests.recorder import recording
+from tests.shards import assembled, pieces
+from tests.zero.versions import STAGES, drilled, vectors
 from zero import stage0, stage1, stage2, stage3
 from zero.bucket import Bucket
 

@@ -6,7 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from tests.zero.versions import assembled, pieces, recording, snapshot, vectors
+from tests.recorder import recording
+from tests.shards import assembled, pieces, snapshot
+from tests.zero.versions import vectors
 from zero import stage1, stage3
 from zero.layers import layers_of
 

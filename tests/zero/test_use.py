@@ -4,8 +4,10 @@ import pytest
 import torch
 from torch import nn
 
-from tests.zero.training import ULP
-from tests.zero.versions import VERSIONS, assembled, each_stage, each_version, pieces, recording, vectors
+from tests.recorder import recording
+from tests.shards import assembled, pieces
+from tests.training import ULP
+from tests.zero.versions import VERSIONS, each_stage, each_version, vectors
 from zero import stage1, stage2
 
 F64 = torch.float64

@@ -1,5 +1,5 @@
-"""A small model with every kind of parameter, trained by one plain process and by the stages, and how far apart they
-are.
+"""A small model with every kind of parameter, trained by one plain process and by ranks that shard it, and how far
+apart they are.
 """
 
 import contextlib
@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from collectives import layout, norm
-from tests.zero.versions import assembled, pieces, snapshot
+from tests.shards import assembled, pieces, snapshot
 
 ULP = torch.finfo(torch.float64).eps
 STEPS, WIDTH, IDS = 3, 16, 37
@@ -50,21 +50,28 @@ class Head(nn.Module):
         return x @ self.weight.t()  # [B, 5]
 
 
+class Blocks(nn.ModuleList):
+    """One after the other."""
+
+    def forward(self, x, rows):
+        for block in self:
+            x = block(x, rows)
+        return x  # [B, D]
+
+
 class Net(nn.Module):
     """An embedding, two blocks, a head; and two parameters that lie in no layer, one of them a scalar."""
 
     def __init__(self):
         super().__init__()
         self.embed = nn.Embedding(IDS, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.blocks = Blocks(Block() for _ in range(2))
         self.offset = nn.Parameter(torch.randn(5))
         self.factor = nn.Parameter(torch.rand(()) + 1)
         self.head = Head()
 
     def forward(self, ids, rows):
-        x = self.embed(ids)  # [B, D]
-        for block in self.blocks:
-            x = block(x, rows)
+        x = self.blocks(self.embed(ids), rows)  # [B, D]
         return self.factor * self.head(x) + self.offset  # [B, 5]
 
 
@@ -90,11 +97,12 @@ def probe():
 
 @dataclass(frozen=True)
 class Recipe:
-    """How to train. limit: of the gradient's norm."""
+    """How to train. limit: of the gradient's norm. quiet: the handle's context for all microbatches but the last."""
 
     optimizer: str = "sgd"
     limit: float | None = None
     microbatches: int = 1
+    quiet: str = "no_sync"
     average: bool = False
     keep_zeros: bool = False  # optimizer.zero_grad(set_to_none=False)
     dtype: torch.dtype = torch.float64
@@ -144,7 +152,11 @@ def train(run, wrap, recipe, change=contextlib.nullcontext):
             optimizer.zero_grad(set_to_none=not recipe.keep_zeros)
             parts = list(zip(*(part.tensor_split(recipe.microbatches) for part in mine), strict=True))
             for number, (ids, rows, cotangent) in enumerate(parts, start=1):
-                with contextlib.nullcontext() if number == recipe.microbatches else handle.no_sync():
+                with (
+                    contextlib.nullcontext()
+                    if number == recipe.microbatches
+                    else getattr(handle, recipe.quiet, contextlib.nullcontext)()
+                ):
                     ((model(ids, rows) * cotangent).sum() * scale).backward()
             handle.finish()
             before, total = pieces(handle), norm.grad_norm(shards, group=run.world)
