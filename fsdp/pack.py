@@ -99,6 +99,9 @@ class Pack:
         self._places = [place for places in self._in_slots(self.packed.tensor).values() for place in places]
         self.packed.free()
         self.weights.free()
+        value = math.nan if self.param_dtype.is_floating_point else 0
+        nothing = torch.full((), value, dtype=self.param_dtype, device=self.device)
+        self.hidden = {param: nothing.expand(param.shape) for param in self.params}
 
     def _make_shards(self, named: Mapping[str, nn.Parameter]) -> None:
         self.shard = self._values()
@@ -208,10 +211,8 @@ class Pack:
         work.wait()
 
     def _hide(self) -> None:
-        value = math.nan if self.param_dtype.is_floating_point else 0
-        nothing = torch.full((), value, dtype=self.param_dtype, device=self.device)
-        for param in self.params:
-            layout.point(param, nothing.expand(param.shape))
+        for param, nothing in self.hidden.items():
+            layout.point(param, nothing)
 
     @torch.no_grad()
     def masters(self) -> dict[nn.Parameter, Tensor]:

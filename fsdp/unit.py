@@ -91,9 +91,11 @@ class Unit:
         driver = self._driver(module)
         if driver is None:
             return None
-        output = tree_map(lambda value: cast(value, self.mixed.output), output)
-        self._check(output)
-        outputs = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
+        if self.mixed.output is not None:
+            output = tree_map(lambda value: cast(value, self.mixed.output), output)
+        leaves = tree_leaves(output)
+        self._check(leaves)
+        outputs = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
         if outputs and torch.is_grad_enabled():
             # IDEA: a hook on what goes in and one on what comes out tell when a module's backward begins and ends.
             register_multi_grad_hook(outputs, called(self.pre_backward, self.in_turn), mode="any")
@@ -169,9 +171,8 @@ class Unit:
             marks.append(value)
         return value
 
-    def _check(self, output: Any) -> None:
+    def _check(self, leaves: Sequence[Any]) -> None:
         """Raises ValueError for what would be read after the weights are freed."""
-        leaves = tree_leaves(output)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         own = {pack.weights.tensor.data_ptr() for pack in self.packs if not pack.alone}
         if not self.keeps and any(tensor.untyped_storage().data_ptr() in own for tensor in tensors):
