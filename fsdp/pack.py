@@ -99,6 +99,9 @@ class Pack:
         self._places = [place for places in self._in_slots(self.packed.tensor).values() for place in places]
         self.packed.free()
         self.weights.free()
+        value = math.nan if self.param_dtype.is_floating_point else 0
+        nothing = torch.full((), value, dtype=self.param_dtype, device=self.device)
+        self.hidden = {param: nothing.expand(param.shape) for param in self.params}
 
     def _make_shards(self, named: Mapping[str, nn.Parameter]) -> None:
         self.shard = self._values()
@@ -208,17 +211,15 @@ class Pack:
         work.wait()
 
     def _check_hidden(self) -> None:
-        if any(param.data_ptr() != self.nothing.data_ptr() for param in self.params):
+        if any(param.data_ptr() != nothing.data_ptr() for param, nothing in self.hidden.items()):
             raise RuntimeError(
                 f"weights of {self.unit} were given other memory while they were in shards, as by .to(): do that "
                 "before fully_shard"
             )
 
     def _hide(self) -> None:
-        value = math.nan if self.param_dtype.is_floating_point else 0
-        self.nothing = torch.full((), value, dtype=self.param_dtype, device=self.device)
-        for param in self.params:
-            layout.point(param, self.nothing.expand(param.shape))
+        for param, nothing in self.hidden.items():
+            layout.point(param, nothing)
 
     @torch.no_grad()
     def masters(self) -> dict[nn.Parameter, Tensor]:
@@ -268,6 +269,10 @@ class Pack:
                 f"{self.unit} has a sparse gradient, which has no place in a sum of dense ones: sparse=False"
             )
         self._make_full()
+        if param not in self.places:
+            raise RuntimeError(
+                f"a weight of {self.unit} was unfrozen after others had gradients: do that between steps"
+            )
         for part, place in zip(self.cuts[param].parts(param.grad), self.places[param], strict=True):
             place.add_(part) if param in self.arrived else place.copy_(part)
         param.grad = None
@@ -275,7 +280,9 @@ class Pack:
         self.used.add(param)
 
     def _make_full(self) -> None:
-        """Have memory for the gradients: for all up to the last parameter that is not frozen."""
+        """Have memory for the gradients, if none has come: for all up to the last parameter that is not frozen."""
+        if self.arrived:
+            return
         longest = zip(self.params, self.starts, self.cuts.values(), strict=True)
         ends = [start + cut.longest for param, start, cut in longest if param.requires_grad]
         numel = self.group.size() * max(ends, default=0)

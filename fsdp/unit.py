@@ -108,7 +108,8 @@ class Unit:
         if module is not self.module():
             return None
         driver = self._driver()
-        output = tree_map(lambda value: cast(value, self.mixed.output), output)
+        if self.mixed.output is not None:
+            output = tree_map(lambda value: cast(value, self.mixed.output), output)
         leaves = tree_leaves(output)
         outputs = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
         self._check(leaves, outputs)
