@@ -100,8 +100,8 @@ class Pack:
         self.packed.free()
         self.weights.free()
         value = math.nan if self.param_dtype.is_floating_point else 0
-        nothing = torch.full((), value, dtype=self.param_dtype, device=self.device)
-        self.hidden = {param: nothing.expand(param.shape) for param in self.params}
+        self.nothing = torch.full((), value, dtype=self.param_dtype, device=self.device)
+        self.hidden = {param: self.nothing.expand(param.shape) for param in self.params}
 
     def _make_shards(self, named: Mapping[str, nn.Parameter]) -> None:
         self.shard = self._values()
