@@ -11,7 +11,6 @@ from fsdp import fully_shard
 
 
 def two_microbatches(model, rows, first, last=lambda: None):
-    model[0].weight.requires_grad_(False)
     with first():
         model(rows[0]).square().sum().backward()
     model[0].weight.requires_grad_(True)
@@ -21,7 +20,9 @@ def two_microbatches(model, rows, first, last=lambda: None):
 
 def built():
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)).double(), torch.randn(2, 4, 3, dtype=torch.float64)
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)).double()
+    model[0].weight.requires_grad_(False)  # before it is wrapped: so it lies last
+    return model, torch.randn(2, 4, 3, dtype=torch.float64)
 
 
 def unfrozen(run, accumulates):
