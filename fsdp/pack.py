@@ -100,8 +100,8 @@ class Pack:
         self.packed.free()
         self.weights.free()
         value = math.nan if self.param_dtype.is_floating_point else 0
-        nothing = torch.full((), value, dtype=self.param_dtype, device=self.device)
-        self.hidden = {param: nothing.expand(param.shape) for param in self.params}
+        self.nothing = torch.full((), value, dtype=self.param_dtype, device=self.device)
+        self.hidden = {param: self.nothing.expand(param.shape) for param in self.params}
 
     def _make_shards(self, named: Mapping[str, nn.Parameter]) -> None:
         self.shard = self._values()
@@ -317,9 +317,9 @@ class Pack:
         self.full.free()
         slot = slot.to(self.dtype)
         if self.replicas is None:
-            self.sum = slot if self.sum is None else self.sum.add_(slot)
+            self.sum = added(self.sum, slot)
         else:
-            self.partial = slot if self.partial is None else self.partial.add_(slot)
+            self.partial = added(self.partial, slot)
 
     def start_replicate(self) -> None:
         """Start to add up what the replicas have."""
@@ -333,7 +333,7 @@ class Pack:
         (work, wire), self.replicating = self.replicating, None
         work.wait()
         slot = wire.to(self.dtype)
-        self.sum = slot if self.sum is None else self.sum.add_(slot)
+        self.sum = added(self.sum, slot)
 
     def hand_out(self, used: Set[nn.Parameter]) -> None:
         """After: the sum is the `grad` of the shards of parameters that any rank used, or added to what was there."""
@@ -356,6 +356,13 @@ def row(sizes: Sequence[int], align: int) -> tuple[list[int], int]:
         starts.append(-(-end // align) * align)
         end = starts[-1] + size
     return starts, end
+
+
+def added(total: Tensor | None, slot: Tensor) -> Tensor:
+    """The sum so far and what has come, which is longer if a weight that was frozen, and lies last, trains by now."""
+    if total is not None:
+        slot[: len(total)] += total
+    return slot
 
 
 def _copy(into: Sequence[Tensor], source: Sequence[Tensor]) -> None:

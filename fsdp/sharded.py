@@ -212,6 +212,7 @@ class FullySharded(Replica):
         used = self._agree()
         for pack in self.packs:
             pack.hand_out(used)
+        self._check_hidden()
         self.equalize_buffers()
         self._agree_on_order()
         self.driven = False
@@ -335,6 +336,18 @@ class FullySharded(Replica):
             anywhere.update(param for param, answer in zip(params, answers, strict=False) if answer)
         self._drain()
         return anywhere
+
+    def _check_hidden(self) -> None:
+        """Raises RuntimeError for weights that were written to while they were not there. Once a step: it looks at
+        memory of the device.
+        """
+        hiding = [pack for pack in self.packs if not pack.alone and pack.param_dtype.is_floating_point]
+        if hiding and not torch.stack([pack.nothing.float() for pack in hiding]).isnan().all():
+            [written, *_] = [pack.unit for pack in hiding if not pack.nothing.isnan()]
+            raise RuntimeError(
+                f"weights of {written} were written while they were in shards, and that is lost: write inside `with "
+                "handle.whole():`, or before fully_shard"
+            )
 
     def _by_groups(self) -> dict[tuple[dist.ProcessGroup, ...], list[Pack]]:
         """Packs by the groups over which they are reduced."""

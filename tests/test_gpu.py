@@ -10,6 +10,7 @@ from collectives import comm, runtime
 from collectives.algorithms import direct, doubling, halving, naive, ring, star, tree
 from collectives.competitors import BACKEND, COLLECTIVES, competitors
 from collectives.runtime import Runtime
+from nd_mesh.mesh import Grid
 from tests import jobs, parity
 from tests.parity import config, documents
 
@@ -24,10 +25,15 @@ def on_gpu(run: Runtime, job, *args):
     return job(replace(run, device=torch.device("cuda:0")), *args)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_parity_on_gloo(pool, ranks):
-    cfg = config(dp=ranks, dropout=0.1, microbatches=2)
-    for initial, done in pool.run(ranks, on_gpu, parity.train, cfg, documents(), 4, timeout=120):
+SHARDED = {"data": "fsdp", "recompute": ("block",)}
+
+
+@pytest.mark.parametrize(
+    "where", [{"dp": 1}, {"dp": 2}, {"dp": 3}, SHARDED | {"fsdp": 3}, SHARDED | {"dp": 2, "fsdp": 2, "prefetch": 2}]
+)
+def test_parity_on_gloo(pool, where):
+    cfg = config(**where, dropout=0.1, microbatches=2)
+    for initial, done in pool.run(Grid(cfg.mesh).size(), on_gpu, parity.train, cfg, documents(), 4, timeout=120):
         expected = parity.reference(cfg, initial, documents(), 4)
         worst = parity.judge(initial, done, expected)
         assert max(worst.values()) <= 1, worst
@@ -79,10 +85,11 @@ def one_rank() -> None:
         assert run.backend == "nccl" and run.device.type == "cuda"
         collectives_on_gpu(run)
         algorithms_on_gpu(run)
-        cfg = config(dp=1, dropout=0.1, microbatches=2)
-        initial, done = parity.train(run, cfg, documents(), 4)
-        worst = parity.judge(initial, done, parity.reference(cfg, initial, documents(), 4))
-        assert max(worst.values()) <= 1, worst
+        for where in ({"dp": 1}, SHARDED):
+            cfg = config(**where, dropout=0.1, microbatches=2)
+            initial, done = parity.train(run, cfg, documents(), 4)
+            worst = parity.judge(initial, done, parity.reference(cfg, initial, documents(), 4))
+            assert max(worst.values()) <= 1, worst
 
 
 if __name__ == "__main__":
