@@ -35,6 +35,7 @@ OFTEN = [
     *((3, mode, "reduced in every microbatch") for mode in ("full", "nested", "two blocks", "no shard")),
     *((3, mode, "AdamW, accumulated and clipped") for mode in ("default", "layer used twice", "root")),
     *((4, mode, "replicas once") for mode in (*HYBRID, "no shard")),
+    (3, "last dimension", "accumulated, averaged and clipped"),
     *((4, mode, "AdamW, zeros kept") for mode in ("full", "hybrid")),
     *((4, mode, "accumulated, averaged and clipped") for mode in ("nested", "hybrid, nested, keeping")),
 ]

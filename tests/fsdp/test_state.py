@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from collectives import boxed, comm
+from collectives.host import Pool
 from fsdp import MixedPrecision
 from tests.fsdp.models import F64, check_grads, sharded
 from tests.shards import assembled, pieces, snapshot
@@ -123,6 +124,50 @@ def test_save_load_save(pool, ranks):
             assert all(torch.equal(state[name], value) for state in saved)
             assert name == "table" or torch.equal(values[name], value)
         assert all(torch.equal(out, model(torch.arange(11))) for out in outs)
+
+
+FULL = {
+    "default": {"shard_dim": lambda name, tensor: max(0, tensor.dim() - 1)},
+    "keep": {"reshard_after_forward": False},
+    "mixed": {"mixed_precision": MixedPrecision(param=torch.bfloat16)},
+    "offload": {"offload": Pool(torch.device("cpu"))},
+}
+WRONG = {"up.bias": "[37]", "frozen": "[5, 2]"}  # in a state that does not fit
+
+
+def full_states(run, kind):
+    """The whole state after a step, and what this rank held; of a module with other weights, which still has those of
+    its last forward, the same after it took that state, and the outputs of both; what it refuses, and what it has then.
+    """
+    model, handle, optimizer = built(run, FULL[kind])
+    test_boxed.steps(run, model, handle, optimizer, range(1))
+    other, taking, _ = built(run, FULL[kind], seed=5)
+    state, ids = handle.full_state(), torch.arange(11)
+    with torch.no_grad():
+        other(ids)
+        taking.load_full_state(state)
+        outs = model(ids), other(ids)
+    refused = []
+    for wrong in ({**state, "up.bias": state["down.bias"]}, {n: v + 1 for n, v in state.items() if n != "frozen"}):
+        with pytest.raises(ValueError) as error:
+            taking.load_full_state(wrong)
+        refused.append(str(error.value))
+    return state, pieces(handle), pieces(taking), outs, refused
+
+
+@pytest.mark.parametrize("kind", FULL)
+@pytest.mark.parametrize("ranks", [drilled(1), 3])
+def test_the_full_state_is_all_pieces_and_back(pool, ranks, kind):
+    """With mixed precision the masters to the last bit. A state that does not fit changes nothing."""
+    states, held, taken, outs, refused = zip(*pool.run(ranks, full_states, kind), strict=True)
+    (_, values), (_, again) = assembled(held), assembled(taken)
+    names = [name for name, _ in Model().named_parameters()]
+    for state in states:
+        assert list(state) == names and all(value.dtype == F64 for value in state.values())
+        assert all(torch.equal(state[name], values[name]) and torch.equal(again[name], values[name]) for name in names)
+    assert all(torch.equal(first, second) for first, second in outs)
+    told = [f"the state has no {name} of shape {shape}: is it of this model?" for name, shape in WRONG.items()]
+    assert refused == (told,) * ranks
 
 
 def part_of_a_state(run):

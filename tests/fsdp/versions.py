@@ -21,13 +21,14 @@ drilled = functools.partial(pytest.param, marks=pytest.mark.drill)  # values for
 @dataclass(frozen=True)
 class Mode:
     """reshard: after forward. shards: ranks of a shard group, as many as there are by default; more groups than one
-    are replicas.
+    are replicas. last_dim: what has several dimensions is cut along the last.
     """
 
     reshard: bool | None = None
     units: str = "blocks"
     prefetch: int = 1
     shards: int | None = None
+    last_dim: bool = False
 
 
 MODES = {
@@ -39,6 +40,7 @@ MODES = {
     "layer used twice": Mode(True, "layer used twice", prefetch=2),
     "root": Mode(units="root"),
     "no shard": Mode(shards=1),
+    "last dimension": Mode(True, "nested", last_dim=True),
 }
 HYBRID = {"hybrid": Mode(True, shards=2), "hybrid, nested, keeping": Mode(False, "nested", shards=2)}
 
@@ -57,6 +59,8 @@ def wrap(run, mode, model, world, *, average=True):
     """A tests.training.Net in units; the handle."""
     shard_group, replicas = groups(run, mode.shards)
     settings = {"replicate_group": replicas, "reshard_after_forward": mode.reshard, "average": average}
+    if mode.last_dim:
+        settings["shard_dim"] = lambda name, tensor: max(0, tensor.dim() - 1)
     for path in UNITS[mode.units]:
         fully_shard(model.get_submodule(path), shard_group, **settings)
     return fully_shard(model, shard_group, prefetch=mode.prefetch, **settings)
