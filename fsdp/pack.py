@@ -12,7 +12,7 @@ copy: its shard is its weights. PyTorch's counterpart: FSDPParam, and _fsdp_coll
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import replace
 from enum import Enum
 from typing import Any
@@ -27,7 +27,9 @@ from collectives.layout import Box, Held
 from collectives.memory import Memory
 from collectives.watch import about
 from fsdp.cut import Cut
+from fsdp.gradient import Gradient
 from fsdp.mixed import MixedPrecision
+from fsdp.slots import Slots, copy, row
 
 ALIGN = 64  # bytes: where a parameter begins in memory decides how a matrix product adds
 
@@ -61,42 +63,41 @@ class Pack:
         device: torch.device | None,
     ):
         named = dict(sorted(named.items(), key=lambda item: not item[1].requires_grad))  # stable: frozen ones last
-        self.unit, self.group, self.replicas, self.op, self.mixed, self.host = unit, group, replicas, op, mixed, host
+        self.group, self.replicas, self.op, self.host = group, replicas, op, host
         self.params, first = list(named.values()), next(iter(named.values()))
         self.device = (device or torch.device("cpu")) if first.is_meta else first.device
         self.dtype = first.dtype  # of shards and sums
         self.param_dtype = mixed.param if mixed.param and first.is_floating_point() else self.dtype
-        self.cuts = {param: Cut(param.shape, shard_dim(name, param), group.size()) for name, param in named.items()}
         self.alone = group.size() == 1 and self.param_dtype == self.dtype and host is None
         align = ALIGN // self.dtype.itemsize if self.alone else 1
-        self.starts, self.slot = row([cut.longest for cut in self.cuts.values()], align)
+        self.slots = Slots({param: shard_dim(name, param) for name, param in named.items()}, group, align=align)
         self._make_shards(named)
         if self.alone:
-            for param, piece in zip(self.params, self._pieces(self.shard), strict=True):
+            for param, piece in zip(self.params, self.slots.pieces(self.shard), strict=True):
                 layout.point(param, piece.view(param.shape))
         else:
             self._make_weights()
             self._hide()
         self.state, self.gathering = State.WHOLE if self.alone else State.SHARDED, None
-        self.full = Memory(0, self.dtype, self.device)
-        self.places: dict[nn.Parameter, list[Tensor]] = {}  # of each parameter's gradient in `full`
-        self.sum: Tensor | None = None
-        self.partial: Tensor | None = None  # what the replicas have not added yet
-        self.arrived: set[nn.Parameter] = set()  # whose gradient is in `full`
-        self.used: set[nn.Parameter] = set()  # of whom this rank had a gradient in this step
-        self.reducing, self.replicating = None, None  # the handle and the output of what is under way
+        kinds = {"dtype": self.dtype, "wire": mixed.reduce or self.dtype, "device": self.device}
+        self.gradient = Gradient(self.slots, group, replicas, op=op, **kinds)
+        self.named(unit)
+
+    def named(self, unit: str) -> None:
+        """Take the name of the unit, for people."""
+        self.unit = self.gradient.unit = unit
 
     # -- build ---------------------------------------------------------------------------------------------------------
 
     def _make_weights(self) -> None:
         """The places in weights and slots between which a gather copies."""
         starts, numel = row([p.numel() for p in self.params], ALIGN // self.param_dtype.itemsize)
-        self.packed = Memory(self.group.size() * self.slot, self.param_dtype, self.device)
+        self.packed = Memory(self.group.size() * self.slots.length, self.param_dtype, self.device)
         self.weights = Memory(numel, self.param_dtype, self.device)
         views = [self.weights.tensor[start : start + p.numel()] for p, start in zip(self.params, starts, strict=True)]
         self.views = {p: view.view(p.shape) for p, view in zip(self.params, views, strict=True)}
-        self._parts = [part for p, cut in self.cuts.items() for part in cut.parts(self.views[p])]
-        self._places = [place for places in self._in_slots(self.packed.tensor).values() for place in places]
+        self._parts = [part for p, cut in self.slots.cuts.items() for part in cut.parts(self.views[p])]
+        self._places = [place for places in self.slots.places(self.packed.tensor).values() for place in places]
         self.packed.free()
         self.weights.free()
         value = math.nan if self.param_dtype.is_floating_point else 0
@@ -105,23 +106,23 @@ class Pack:
 
     def _make_shards(self, named: Mapping[str, nn.Parameter]) -> None:
         self.shard = self._values()
-        self.shards = [self._declared(name, param, self.cuts[param]) for name, param in named.items()]
+        self.shards = [self._declared(name, param, self.slots.cuts[param]) for name, param in named.items()]
         if self.host is not None:
-            on_device, self.shard = self.shard, self.host.empty(self.slot, self.dtype)
+            on_device, self.shard = self.shard, self.host.empty(self.slots.length, self.dtype)
             self.host.write(self.shard, on_device)
-        for shard, piece in zip(self.shards, self._pieces(self.shard), strict=True):
+        for shard, piece in zip(self.shards, self.slots.pieces(self.shard), strict=True):
             layout.point(shard, piece)
 
     def _values(self) -> Tensor:
         """This rank's slot of the weights of the group's rank 0; zeros for parameters on the meta device."""
-        mine = torch.zeros(self.slot, dtype=self.dtype, device=self.device)
-        if self.params[0].is_meta or not self.slot:
+        mine = torch.zeros(self.slots.length, dtype=self.dtype, device=self.device)
+        if self.params[0].is_meta or not self.slots.length:
             return mine
         slots = None
         if self.group.rank() == 0:
-            slots = torch.zeros(self.group.size() * self.slot, dtype=self.dtype, device=self.device)
-            for param, places in self._in_slots(slots).items():
-                _copy(places, self.cuts[param].parts(param.detach()))
+            slots = torch.zeros(self.group.size() * self.slots.length, dtype=self.dtype, device=self.device)
+            for param, places in self.slots.places(slots).items():
+                copy(places, self.slots.cuts[param].parts(param.detach()))
         comm.scatter(mine.view(torch.uint8), None if slots is None else slots.view(torch.uint8), 0, group=self.group)
         if self.replicas is not None:
             comm.broadcast(mine.view(torch.uint8), 0, group=self.replicas)
@@ -146,27 +147,6 @@ class Pack:
             copy=copy,
         )
         return shard
-
-    def _pieces(self, slot: Tensor) -> Iterator[Tensor]:
-        """Of each parameter that lies in this row its piece, in its shape."""
-        for cut, start in zip(self.cuts.values(), self.starts, strict=True):
-            if start + cut.longest <= len(slot):
-                shape = cut.local(self.group.rank())
-                yield slot[start : start + shape.numel()].view(shape)
-
-    def _piece(self, param: nn.Parameter, whole: Tensor) -> Tensor:
-        """This rank's piece of a whole tensor of the parameter's shape."""
-        cut = self.cuts[param]
-        mine = cut.range(self.group.rank())
-        return (whole if whole.dim() else whole.view(1)).narrow(cut.dim, mine.start, len(mine))
-
-    def _in_slots(self, slots: Tensor) -> dict[nn.Parameter, list[Tensor]]:
-        """The places of each parameter that lies in these slots."""
-        rows = slots.view(self.group.size(), -1)  # [P, S], or [P, T]
-        cuts = zip(self.cuts.items(), self.starts, strict=True)
-        ends = {param: (cut, start, start + cut.longest) for (param, cut), start in cuts}
-        width = rows.shape[1]
-        return {param: cut.places(rows[:, start:end]) for param, (cut, start, end) in ends.items() if end <= width}
 
     # -- weights -------------------------------------------------------------------------------------------------------
 
@@ -224,18 +204,18 @@ class Pack:
     @torch.no_grad()
     def masters(self) -> dict[nn.Parameter, Tensor]:
         """Every parameter whole, in the shards' dtype, gathered for once."""
-        slots = torch.empty(self.group.size() * self.slot, dtype=self.dtype, device=self.device)
+        slots = torch.empty(self.group.size() * self.slots.length, dtype=self.dtype, device=self.device)
         comm.all_gather_single(slots, self._on_device(), group=self.group)
         wholes = {param: torch.empty(param.shape, dtype=self.dtype, device=self.device) for param in self.params}
-        for param, places in self._in_slots(slots).items():
-            _copy(self.cuts[param].parts(wholes[param]), places)
+        for param, places in self.slots.places(slots).items():
+            copy(self.slots.cuts[param].parts(wholes[param]), places)
         return wholes
 
     @torch.no_grad()
     def take_masters(self, wholes: Mapping[nn.Parameter, Tensor]) -> None:
         """Take this rank's pieces of whole parameters."""
         for param, shard in zip(self.params, self.shards, strict=True):
-            shard.copy_(self._piece(param, wholes[param]))
+            shard.copy_(self.slots.piece(param, wholes[param]))
 
     def _on_device(self) -> Tensor:
         return self.shard if self.host is None else self.host.stage(self.shard)
@@ -250,124 +230,18 @@ class Pack:
         shards = dict(zip(self.params, self.shards, strict=True))
         for param in params:
             shard = shards[param]
-            written, kept = self._piece(param, param), shard.detach().to(self.device)
+            written, kept = self.slots.piece(param, param), shard.detach().to(self.device)
             values = torch.where(kept.to(written.dtype) == written, kept, written.to(kept.dtype))
             shard.copy_(values) if self.host is None else self.host.write(shard.detach(), values)
-
-    # -- gradients -----------------------------------------------------------------------------------------------------
 
     @property
     def trains(self) -> bool:
         """Whether any parameter is not frozen."""
         return any(param.requires_grad for param in self.params)
 
-    @torch.no_grad()
-    def collect(self, param: nn.Parameter) -> None:
-        """Move the gradient that autograd made into `full`, or add it to what is there; `param.grad` becomes None."""
-        if param.grad.layout != torch.strided:
-            raise ValueError(
-                f"{self.unit} has a sparse gradient, which has no place in a sum of dense ones: sparse=False"
-            )
-        self._make_full()
-        if param not in self.places:
-            raise RuntimeError(
-                f"a weight of {self.unit} was unfrozen after others had gradients: do that between steps"
-            )
-        for part, place in zip(self.cuts[param].parts(param.grad), self.places[param], strict=True):
-            place.add_(part) if param in self.arrived else place.copy_(part)
-        param.grad = None
-        self.arrived.add(param)
-        self.used.add(param)
-
-    def _make_full(self) -> None:
-        """Have memory for the gradients, if none has come: for all up to the last parameter that is not frozen."""
-        if self.arrived:
-            return
-        longest = zip(self.params, self.starts, self.cuts.values(), strict=True)
-        ends = [start + cut.longest for param, start, cut in longest if param.requires_grad]
-        numel = self.group.size() * max(ends, default=0)
-        if len(self.full.tensor) < numel:
-            self.full = Memory(numel, self.dtype, self.device)
-            self.places = self._in_slots(self.full.tensor)
-        self.full.allocate()
-
-    @torch.no_grad()
-    def start_reduce(self) -> None:
-        """Start to add up the ranks' gradients, zeros for what has not come; each rank receives its slot of the sum."""
-        self._make_full()
-        for param, places in self.places.items():
-            if param.grad is not None:
-                self.collect(param)
-            elif param not in self.arrived:
-                for place in places:
-                    place.zero_()
-        self.arrived.clear()
-        wire = self.full.tensor.to(self.mixed.reduce or self.dtype)
-        slot = torch.empty(len(wire) // self.group.size(), dtype=wire.dtype, device=self.device)
-        with about(self.unit):
-            work = comm.reduce_scatter_single(slot, wire, self.op, group=self.group, async_op=True)  # [T]
-        self.reducing = work, slot
-        if wire is not self.full.tensor:
-            self.full.free()
-
-    def finish_reduce(self) -> None:
-        """Wait, and add what has come to the step's sum; with replicas, to what they have to add."""
-        (work, slot), self.reducing = self.reducing, None
-        work.wait()
-        self.full.free()
-        slot = slot.to(self.dtype)
-        if self.replicas is None:
-            self.sum = added(self.sum, slot)
-        else:
-            self.partial = added(self.partial, slot)
-
-    def start_replicate(self) -> None:
-        """Start to add up what the replicas have."""
-        wire, self.partial = self.partial.to(self.mixed.reduce or self.dtype), None
-        with about(self.unit):
-            work = comm.all_reduce(wire, self.op, group=self.replicas, async_op=True, ordered=True)
-        self.replicating = work, wire
-
-    def finish_replicate(self) -> None:
-        """Wait, and add it to the step's sum."""
-        (work, wire), self.replicating = self.replicating, None
-        work.wait()
-        slot = wire.to(self.dtype)
-        self.sum = added(self.sum, slot)
-
     def hand_out(self, used: Set[nn.Parameter]) -> None:
-        """After: the sum is the `grad` of the shards of parameters that any rank used, or added to what was there."""
-        if self.sum is None:
-            return
-        total = self.sum
-        if self.host is not None:
-            total = self.host.empty(len(self.sum), self.dtype)
-            self.host.write(total, self.sum)
-        for param, shard, piece in zip(self.params, self.shards, self._pieces(total), strict=False):
-            if param in used:
-                shard.grad = piece if shard.grad is None else shard.grad + piece
-        self.sum, self.used = None, set()
-
-
-def row(sizes: Sequence[int], align: int) -> tuple[list[int], int]:
-    """(where each of some tensors starts in a row, each at a multiple of `align`; the length of the row)."""
-    starts, end = [], 0
-    for size in sizes:
-        starts.append(-(-end // align) * align)
-        end = starts[-1] + size
-    return starts, end
-
-
-def added(total: Tensor | None, slot: Tensor) -> Tensor:
-    """The sum so far and what has come, which is longer if a weight that was frozen, and lies last, trains by now."""
-    if total is not None:
-        slot[: len(total)] += total
-    return slot
-
-
-def _copy(into: Sequence[Tensor], source: Sequence[Tensor]) -> None:
-    for target, value in zip(into, source, strict=True):
-        target.copy_(value)
+        """After: the shards of parameters that any rank used have the step's gradient."""
+        self.gradient.hand_out(self.shards, used, self.host)
 
 
 def _ranks(group: dist.ProcessGroup | None) -> list[int]:

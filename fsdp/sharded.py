@@ -24,6 +24,7 @@ from collectives import comm
 from collectives.elementwise import check_elementwise
 from collectives.hooks import called
 from collectives.replicas import Replica
+from fsdp.gradient import Reductions
 from fsdp.pack import Pack
 from fsdp.program import ROOT, Program, nested
 from fsdp.unit import Unit
@@ -49,6 +50,7 @@ class FullySharded(Replica):
     ):
         self.units, self.module = list(units), weakref.ref(module)
         self.packs = [pack for unit in units for pack in unit.packs]
+        self.gradients = [pack.gradient for pack in self.packs]
         self.pack_of = {param: pack for pack in self.packs for param in pack.params}
         self.unit_of = {param: unit for unit in units for pack in unit.packs for param in pack.params}
         names = {param: name for name, param in module.named_parameters()}
@@ -63,8 +65,7 @@ class FullySharded(Replica):
         self.reduces, self.replicates = True, True  # whether the backward under way is one whose gradients are
         self.driven = False
         self.syncing_replicas = True
-        self.scattering: tuple[Pack, bool] | None = None  # whose reduction is under way, and whether replicas add next
-        self.replicating: Pack | None = None  # the one whose slot the replicas are adding
+        self.reductions = Reductions()
         self.watched: set[nn.Parameter] = set()
         for unit in self.units:
             unit.driver = weakref.ref(self)
@@ -125,7 +126,7 @@ class FullySharded(Replica):
             return
         if self.reduces and last:
             for pack in unit.trained:
-                self._start(pack, self.replicates)  # the gradient becomes [n/P]
+                self.reductions.start(pack.gradient, replicate=self.replicates)  # it becomes [n/P]
         if last or not unit.keeps:
             unit.reshard()  # [n/P]
 
@@ -138,40 +139,14 @@ class FullySharded(Replica):
         """Autograd has added to `p.grad`."""
         unit = self.unit_of[param]
         if param.grad is not None and unit.driver() is self:  # and not the handle of a module around ours
-            if self.scattering is not None and self.scattering[0] is self.pack_of[param]:
-                self._advance()  # its gradients are being sent
-            self.pack_of[param].collect(param)
+            gradient = self.pack_of[param].gradient
+            if self.reductions.sends(gradient):
+                self.reductions.advance()
+            gradient.collect(param)
             if not self.driven:
                 unit.arrives(param)
 
-    # -- reductions ----------------------------------------------------------------------------------------------------
-
-    def _start(self, pack: Pack, replicate: bool) -> None:
-        """Go on with the reductions under way, and start that of a pack, which replicas go on with or do not."""
-        self._advance()
-        pack.start_reduce()
-        self.scattering = pack, replicate
-
-    def _advance(self) -> None:
-        """Wait for what is under way; what the shard group has added, the replicas add next."""
-        if self.replicating is not None:
-            self.replicating.finish_replicate()
-            self.replicating = None
-        if self.scattering is not None:
-            (pack, replicate), self.scattering = self.scattering, None
-            pack.finish_reduce()
-            if pack.partial is not None and replicate:
-                pack.start_replicate()
-                self.replicating = pack
-
-    def _drain(self) -> None:
-        """After: nothing is under way, and the replicas have added all there is."""
-        self._advance()
-        self._advance()
-        for pack in self.packs:
-            if pack.partial is not None:
-                pack.start_replicate()
-                pack.finish_replicate()
+    # -- contract ---------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def no_replica_sync(self) -> Iterator[None]:
@@ -183,8 +158,6 @@ class FullySharded(Replica):
             yield
         finally:
             self.syncing_replicas = before
-
-    # -- contract ------------------------------------------------------------------------------------------------------
 
     @property
     def shard_of(self) -> dict[nn.Parameter, nn.Parameter]:
@@ -208,7 +181,7 @@ class FullySharded(Replica):
         if self.units[0].driver() is not self:
             raise RuntimeError(f"{self.units[0].name} is a unit of a module around it: use that one's handle")
         self.program.complete_all()
-        self._drain()
+        self.reductions.drain(self.gradients)
         used = self._agree()
         for pack in self.packs:
             pack.hand_out(used)
@@ -242,8 +215,9 @@ class FullySharded(Replica):
 
     def padding(self) -> str:
         """How the parameters are cut, for a person."""
-        numel, slots = sum(param.numel() for param in self.params), sum(pack.slot for pack in self.packs)
-        padding = sum(pack.slot * pack.group.size() - sum(p.numel() for p in pack.params) for pack in self.packs)
+        numel, slots = sum(param.numel() for param in self.params), sum(pack.slots.length for pack in self.packs)
+        padding = sum(pack.slots.length * pack.group.size() for pack in self.packs)
+        padding -= sum(param.numel() for pack in self.packs for param in pack.params)
         return f"{numel:,} parameters in {len(self.units)} units, {slots:,} a rank, {padding} of padding"
 
     # -- from outside --------------------------------------------------------------------------------------------------
@@ -266,7 +240,7 @@ class FullySharded(Replica):
         """Reduce the gradients that the units in `module` have by now."""
         for unit in self._within(module):
             for pack in unit.trained:
-                self._start(pack, self.syncing_replicas)
+                self.reductions.start(pack.gradient, replicate=self.syncing_replicas)
 
     def _within(self, module: nn.Module) -> list[Unit]:
         inside = set(module.modules())
@@ -327,14 +301,14 @@ class FullySharded(Replica):
         anywhere: set[nn.Parameter] = set()
         for groups, packs in self._by_groups().items():
             params = [param for pack in packs for param in pack.params]
-            late = [bool(pack.arrived) or any(param.grad is not None for param in pack.params) for pack in packs]
-            used = [param in self.pack_of[param].used or param.grad is not None for param in params]
+            late = [pack.gradient.late for pack in packs]
+            used = [param in self.pack_of[param].gradient.used or param.grad is not None for param in params]
             answers = self.largest([int(answer) for answer in (*used, *late)], groups)
             for pack, came_late in zip(packs, answers[len(used) :], strict=True):
                 if came_late:
-                    self._start(pack, replicate=True)
+                    self.reductions.start(pack.gradient, replicate=True)
             anywhere.update(param for param, answer in zip(params, answers, strict=False) if answer)
-        self._drain()
+        self.reductions.drain(self.gradients)
         return anywhere
 
     def _check_hidden(self) -> None:

@@ -80,7 +80,7 @@ class Unit:
         """Take the name that the unit has in a larger module."""
         self.name = name
         for pack in self.packs:
-            pack.unit = name
+            pack.named(name)
 
     # -- events --------------------------------------------------------------------------------------------------------
 

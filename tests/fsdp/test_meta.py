@@ -62,7 +62,7 @@ def filled(run, shape, meta):
         values = snapshot(model)
     model(torch.ones(2, 16, dtype=F64)).sum().backward()
     handle.finish()
-    return values, pieces(handle), nbytes, zeros, sum(pack.slot for pack in handle.packs), model.table
+    return values, pieces(handle), nbytes, zeros, sum(pack.slots.length for pack in handle.packs), model.table
 
 
 @pytest.mark.parametrize("meta", [True, False])

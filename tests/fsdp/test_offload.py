@@ -59,8 +59,8 @@ def trained(run, kind, folder, settings, shape):
         handle.after_step()
         steps.append((held, pieces(handle)))
         moves.append((host.moves if host else Moves()) - before)
-    slots = [(unit.name, sum(pack.slot for pack in unit.packs)) for unit in handle.units]
-    trains = sum(len(pack.full.tensor) // pack.group.size() for pack in handle.packs)
+    slots = [(unit.name, sum(pack.slots.length for pack in unit.packs)) for unit in handle.units]
+    trains = sum(pack.slots.trained() for pack in handle.packs)
     optimizer.zero_grad()
     left = host.host.now if host else 0
     with handle.whole():

@@ -11,6 +11,7 @@ import torch
 from collectives import comm
 from collectives.p2p import Handle
 from fsdp import simple
+from fsdp.gradient import Gradient
 from fsdp.pack import Pack
 from tests.fsdp import digits
 from tests.fsdp.versions import HYBRID, MODES, UNITS, drilled, trained
@@ -179,23 +180,23 @@ def sum_for_mean():
 
 
 def sums_of_the_last_microbatch_only():
-    true = Pack.finish_reduce
+    true = Gradient.finish_scatter
 
-    def finish_reduce(pack):
-        pack.sum = pack.partial = None
-        true(pack)
+    def finish_scatter(gradient):
+        gradient.sum = gradient.partial = None
+        true(gradient)
 
-    return mock.patch.object(Pack, "finish_reduce", finish_reduce)
+    return mock.patch.object(Gradient, "finish_scatter", finish_scatter)
 
 
 def gradients_of_the_last_microbatch_only():
-    true = Pack.collect
+    true = Gradient.collect
 
-    def collect(pack, param):
-        pack.arrived.discard(param)
-        true(pack, param)
+    def collect(gradient, param):
+        gradient.arrived.discard(param)
+        true(gradient, param)
 
-    return mock.patch.object(Pack, "collect", collect)
+    return mock.patch.object(Gradient, "collect", collect)
 
 
 def weights_that_stay():

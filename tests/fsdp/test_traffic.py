@@ -143,7 +143,7 @@ def test_the_formula_for_one_microbatch(shards, replicas):
 def padding(run):
     """(what the handle says of padding, the elements of all slots of a rank) with 1 shard group of all ranks."""
     _, handle = wrap(run, run.size)
-    return handle.padding(), sum(pack.slot for pack in handle.packs)
+    return handle.padding(), sum(pack.slots.length for pack in handle.packs)
 
 
 @pytest.mark.parametrize("ranks", [2, 4, *(pytest.param(r, marks=pytest.mark.drill) for r in (3, 5))])
