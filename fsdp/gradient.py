@@ -72,7 +72,7 @@ class Gradient:
         if self.arrived:
             return
         numel = self.group.size() * self.slots.trained()
-        if len(self.full.tensor) < numel:
+        if not self.places or len(self.full.tensor) < numel:
             self.full = Memory(numel, self.dtype, self.device)
             self.places = self.slots.places(self.full.tensor)
         self.full.allocate()

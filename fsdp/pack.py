@@ -34,6 +34,9 @@ from fsdp.slots import Slots, copy, row
 ALIGN = 64  # bytes: where a parameter begins in memory decides how a matrix product adds
 
 
+Groups = tuple[dist.ProcessGroup, ...]  # one after the other they reach all ranks that share a parameter
+
+
 class State(Enum):
     """What a pack has memory for."""
 
@@ -64,6 +67,7 @@ class Pack:
     ):
         named = dict(sorted(named.items(), key=lambda item: not item[1].requires_grad))  # stable: frozen ones last
         self.group, self.replicas, self.op, self.host = group, replicas, op, host
+        self.groups: Groups = (group,) if replicas is None else (replicas, group)
         self.params, first = list(named.values()), next(iter(named.values()))
         self.device = (device or torch.device("cpu")) if first.is_meta else first.device
         self.dtype = first.dtype  # of shards and sums

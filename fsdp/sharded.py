@@ -25,7 +25,7 @@ from collectives.elementwise import check_elementwise
 from collectives.hooks import called
 from collectives.replicas import Replica
 from fsdp.gradient import Reductions
-from fsdp.pack import Pack
+from fsdp.pack import Groups, Pack
 from fsdp.program import ROOT, Program, nested
 from fsdp.unit import Unit
 
@@ -66,6 +66,8 @@ class FullySharded(Replica):
         self.driven, self.opened = False, False  # from outside; inside of `whole`
         self.syncing_replicas = True
         self.reductions = Reductions()
+        parts = [(part, unit.groups) for unit in self.units for part in unit.module().modules()]  # inner units win
+        self.groups_of = weakref.WeakKeyDictionary(parts)
         self.watched: set[nn.Parameter] = set()
         for unit in self.units:
             unit.driver = weakref.ref(self)
@@ -328,12 +330,25 @@ class FullySharded(Replica):
                 "handle.whole():`, or before fully_shard"
             )
 
-    def _by_groups(self) -> dict[tuple[dist.ProcessGroup, ...], list[Pack]]:
+    def equalize_buffers(self) -> None:
+        """Give every buffer the values of rank 0 of the groups of the innermost unit around it, and of its replicas."""
+        if self.buffered is None:
+            return
+        together: dict[Groups, dict[str, Tensor]] = {}
+        for name, part in self.buffered.named_modules():
+            groups = self.groups_of.get(part, self.units[0].groups)
+            own = {f"{name}.{key}": buffer for key, buffer in part.named_buffers(recurse=False)}
+            together.setdefault(groups, {}).update(own)
+        for groups, named in together.items():
+            for group in groups:
+                if group.size() > 1:
+                    self._equalize(named, group)
+
+    def _by_groups(self) -> dict[Groups, list[Pack]]:
         """Packs by the groups over which they are reduced."""
-        together: dict[tuple[dist.ProcessGroup, ...], list[Pack]] = {}
+        together: dict[Groups, list[Pack]] = {}
         for pack in self.packs:
-            groups = (pack.group,) if pack.replicas is None else (pack.group, pack.replicas)
-            together.setdefault(groups, []).append(pack)
+            together.setdefault(pack.groups, []).append(pack)
         return together
 
     def _agree_on_order(self) -> None:

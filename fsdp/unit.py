@@ -4,12 +4,12 @@
     pre_forward    the module is about to run              weights are gathered
     post_forward   it has run                              weights are freed, if reshard_after_forward
     pre_backward   the first gradient of its outputs came  weights are gathered, if they are not there
-    post_backward  the gradients of all its inputs came    gradients are reduced, weights are freed
+    post_backward  backward has come to its inputs         gradients are reduced, weights are freed
 
 The events only say where this rank has come to; what to gather and to free then is the program's (program.py). The last
-one is a hook on a view of each input, made as the module begins: autograd runs backward in the reverse order, so
-that view is the last of the unit. Where no input needs a gradient (token ids), it is the arrival of the last weight's
-gradient; and if one of them is not used, the next event of another unit, or `finish`.
+one is a hook on a view of each input, made as the module begins: autograd runs backward in the reverse order, so when
+it comes to such a view it is through with the unit. Where no input needs a gradient (token ids), it is the arrival of
+the last weight's gradient; and if one of them is not used, the next event of another unit, or `finish`.
 
 Zhao et al. 2023, "PyTorch FSDP", 3 and 4; PyTorch's counterpart: FSDPState, FSDPParamGroup of
 torch/distributed/fsdp/_fully_shard.
@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from collectives.hooks import called
 from fsdp.mixed import MixedPrecision, cast
-from fsdp.pack import Pack, State
+from fsdp.pack import Groups, Pack, State
 
 PLAIN = (int, float, str, bytes, type(None))
 
@@ -54,9 +54,17 @@ class Unit:
     """A module and the packs of its parameters, those of units inside of it left out."""
 
     def __init__(
-        self, name: str, module: nn.Module, packs: Sequence[Pack], *, reshard: bool | None, mixed: MixedPrecision
+        self,
+        name: str,
+        module: nn.Module,
+        packs: Sequence[Pack],
+        groups: Groups,
+        *,
+        reshard: bool | None,
+        mixed: MixedPrecision,
     ):
-        self.name, self.packs, self.reshard_after_forward, self.mixed = name, list(packs), reshard, mixed
+        self.name, self.packs, self.groups = name, list(packs), groups
+        self.reshard_after_forward, self.mixed = reshard, mixed
         self.module = weakref.ref(module)
         # where the module and its parts have these parameters; the parts themselves would be a cycle
         places = [
@@ -101,13 +109,7 @@ class Unit:
             raise RuntimeError(f"{self.name} runs inside of itself: leave it to the unit around it")
         self.running = True
         self.in_turn = not driver.driven and driver.pre_forward(self)
-        marks: list[Tensor] = []
-        args = tuple(self._prepared(value, marks) for value in args)
-        kwargs = {name: self._prepared(value, marks) for name, value in kwargs.items()}
-        if marks:
-            register_multi_grad_hook(marks, called(self.post_backward, self.in_turn))
-            self.anchored = True
-        return args, kwargs
+        return tuple(map(self._prepared, args)), {name: self._prepared(value) for name, value in kwargs.items()}
 
     def post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
         """The module has run. Returns its output, cast, and with the begin of backward marked."""
@@ -195,18 +197,19 @@ class Unit:
             )
         return driver
 
-    def _prepared(self, value: Any, marks: list[Tensor]) -> Any:
-        """An input, cast; of a tensor that needs a gradient a view: a node of its own, the last of the unit that
-        backward comes to. A list or a dict stays the caller's, who may look into it afterwards.
+    def _prepared(self, value: Any) -> Any:
+        """An input, cast; of a tensor that needs a gradient a view, which is a node of its own: backward comes to it
+        when it has been through all of the unit. A list or a dict stays the caller's, who may look into it afterwards.
         """
         if isinstance(value, Tensor):
             value = cast(value, self.mixed.param)
             if value.requires_grad and torch.is_grad_enabled():
                 value = value.view_as(value)
-                marks.append(value)
+                value.register_hook(called(self.post_backward, self.in_turn))
+                self.anchored = True
             return value
         if type(value) is tuple:
-            return tuple(self._prepared(part, marks) for part in value)
+            return tuple(map(self._prepared, value))
         if any(cast(leaf, self.mixed.param) is not leaf for leaf in tree_leaves(value)):
             return tree_map(lambda leaf: cast(leaf, self.mixed.param), value)
         return value

@@ -74,11 +74,12 @@ def fully_shard(
     _check(module, named, dims, prefetch)
     op = comm.AVG if average else comm.SUM
     made = {"op": op, "mixed": mixed, "host": offload, "shard_dim": lambda name, _: dims[name], "device": device}
+    groups = (group,) if replicas is None else (replicas, group)
     title = type(module).__name__
     packs = [Pack(title, members, group, replicas, **made) for members in _by_kind(named)]
     for name, param in named.items():
         param.unit = f"{name} of {title}"  # for whoever comes upon it in another module
-    module.fully_sharded = Unit(title, module, packs, reshard=reshard_after_forward, mixed=mixed)
+    module.fully_sharded = Unit(title, module, packs, groups, reshard=reshard_after_forward, mixed=mixed)
     # IDEA: the units around which weights come and go are modules, as they run, and not layers in a list.
     units, parents = _units(module)
     if others := [unit.name for unit in units for pack in unit.packs if pack.op != op]:

@@ -1,5 +1,8 @@
 """What a module may do with its inputs, and what it may not do with itself; what may not be called inside `whole`."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 from torch import nn
@@ -61,6 +64,84 @@ def test_lists_and_dicts_are_the_callers(pool):
     grads, _ = assembled([held for _, _, held in ranks])
     for name, param in model.named_parameters():
         torch.testing.assert_close(grads[name], param.grad, rtol=1e-12, atol=1e-14)
+
+
+class Remembers(nn.Module):
+    """Knows what it has returned, for as long as somebody keeps it."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+
+    def forward(self, x):
+        out = self.weight * x
+        self.returned = weakref.ref(out)
+        return out
+
+
+def dropped(run):
+    model = nn.Sequential(*(Remembers() for _ in range(3)))
+    for layer in model:
+        fully_shard(layer, run.world)
+    handle = fully_shard(model, run.world)
+    gc.disable()
+    try:
+        model(torch.ones(4, requires_grad=True)).sum()
+        return [layer.returned() for layer in model], handle.finish()
+    finally:
+        gc.enable()
+
+
+def test_a_forward_without_a_backward_leaves_nothing(pool):
+    assert pool.run(2, dropped) == [([None] * 3, None)] * 2
+
+
+class Counts(nn.Module):
+    """Has a buffer of its own."""
+
+    def __init__(self, value):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+        self.register_buffer("count", torch.tensor(value))
+
+    def forward(self, x):
+        return self.weight * x
+
+
+def experts(run):
+    everyone = [[0, 1], [2, 3], [0, 2], [1, 3]]
+    groups = [group for ranks in everyone if (group := run.new_group(ranks)) is not None]
+    model = nn.Sequential(Counts(float(run.rank)), Counts(10.0 + run.rank))
+    fully_shard(model[1], groups[1])  # an expert of two, on ranks 0 and 2, or 1 and 3
+    handle = fully_shard(model, groups[0], replicate_group=groups[1])
+    counts = [part.count.item() for part in model]
+    for part in model:
+        part.count.fill_(100 * part.count + run.rank)
+    handle.finish()
+    return counts, [part.count.item() for part in model]
+
+
+def test_buffers_are_those_of_the_units_own_group(pool):
+    ranks = pool.run(4, experts)
+    assert [counts for counts, _ in ranks] == [[0.0, 10.0], [0.0, 11.0]] * 2
+    assert [counts for _, counts in ranks] == [[0.0, 1000.0], [0.0, 1101.0]] * 2
+
+
+def empty(run):
+    model = nn.Sequential(nn.Linear(0, 3, bias=False), nn.Linear(3, 3))
+    for layer in model:
+        fully_shard(layer, run.world)
+    handle = fully_shard(model, run.world)
+    model(torch.ones(2, 0)).sum().backward()
+    handle.finish()
+    return [(tuple(shard.shape), shard.grad is not None) for shard in handle.parameters()]
+
+
+def test_a_unit_whose_weights_have_no_elements(pool):
+    assert pool.run(2, empty) == [
+        [((2, 0), True), ((2, 3), True), ((2,), True)],
+        [((1, 0), True), ((1, 3), True), ((1,), True)],
+    ]
 
 
 class Nested(nn.Module):
