@@ -37,11 +37,15 @@ def clipped(run, shape, limit):
     torch.manual_seed(run.rank)
     model = Odd().double()
     group, replicas = groups(run, shape)
+    layout.declare(model, lambda name: layout.Constant(0.0), lambda name: True)
+    for param in model.parameters():  # tp's are summed by somebody else
+        param.held.sums = {"fsdp": group, "dp": replicas or group, "tp": run.new_group([run.rank])}
     for unit in (model.layers[0], model):
         handle = fully_shard(unit, group, replicate_group=replicas, average=False)
     model(batch(run.rank)).square().sum().backward()
     handle.finish()
     params = handle.parameters()
+    assert all("tp" in p.held.sums and all(g.size() == 1 for g in p.held.sums.values()) for p in params)
     derived = [param.held.copies for param in params]
     total = norm.grad_norm(params, group=run.world)
     layout.check(params, run.world)
