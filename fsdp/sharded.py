@@ -63,7 +63,7 @@ class FullySharded(Replica):
         self.program = Program(nested(parents), prefetch, called(self._enter), called(self._leave))
         self.agreed_order = False
         self.reduces, self.replicates = True, True  # whether the backward under way is one whose gradients are
-        self.driven = False
+        self.driven, self.opened = False, False  # from outside; inside of `whole`
         self.syncing_replicas = True
         self.reductions = Reductions()
         self.watched: set[nn.Parameter] = set()
@@ -178,6 +178,7 @@ class FullySharded(Replica):
         A parameter that some ranks did not use counts as zero there; if no rank used it, its shard gets no gradient. To
         drop a batch whose backward has begun, `finish`, then zero the gradients: before, `zero_grad` reaches none.
         """
+        self._check_closed()
         if self.units[0].driver() is not self:
             raise RuntimeError(f"{self.units[0].name} is a unit of a module around it: use that one's handle")
         self.program.complete_all()
@@ -206,6 +207,7 @@ class FullySharded(Replica):
 
     def after_step(self) -> None:
         """After the optimizer: weights that are still there are those of before."""
+        self._check_closed()
         for unit in self.units:
             unit.reshard()
 
@@ -233,6 +235,7 @@ class FullySharded(Replica):
 
     def reshard(self, module: nn.Module) -> None:
         """Free the weights of the units in `module`."""
+        self._check_closed()
         for unit in self._within(module):
             unit.reshard()
 
@@ -249,19 +252,20 @@ class FullySharded(Replica):
     @contextlib.contextmanager
     def whole(self) -> Iterator[None]:
         """Around reading or writing the module's weights by hand, on all ranks alike: inside they are whole, and what
-        was written is in the shards afterwards. Views of them die at its end; a state dict is a copy.
+        was written is in the shards afterwards. Views of them die at its end; a state dict is a copy. Not around an
+        optimizer's step, which it would undo; what frees weights raises RuntimeError inside.
         """
         self.program.complete()
         gathered = [unit for unit in self.units if not unit.whole]
         for unit in gathered:
             unit.unshard()
-        driven, self.driven = self.driven, True  # a forward inside gathers and frees nothing
+        before, (self.driven, self.opened) = (self.driven, self.opened), (True, True)  # a forward inside frees nothing
         try:
             yield
             for pack in self.packs:
                 pack.take_weights(pack.params)
         finally:
-            self.driven = driven
+            self.driven, self.opened = before
             for unit in gathered:
                 unit.reshard()
 
@@ -276,6 +280,7 @@ class FullySharded(Replica):
 
         Raises ValueError for a parameter that is missing or has another shape; then nothing has changed.
         """
+        self._check_closed()
         named = {name: param for name, param in self.module().named_parameters() if param in self.pack_of}
         wrong = [name for name, param in named.items() if name not in state or state[name].shape != param.shape]
         if wrong:
@@ -332,14 +337,27 @@ class FullySharded(Replica):
         return together
 
     def _agree_on_order(self) -> None:
-        """After the first step: follow the order in which units ran, if it was the same on all ranks."""
+        """After the first step: follow the order in which units ran, if it was the same on all ranks.
+
+        Raises RuntimeError on every rank if it was not, and a unit ran once more or before its turn.
+        """
         if self.agreed_order:
             return
         self.agreed_order = True
-        everyone = [order for group in self.groups for order in comm.all_gather_object(self.program.seen, group=group)]
-        same = [int(all(order == self.program.seen for order in everyone))]
-        if not self.largest([1 - same[0]])[0]:
+        everyone = [(self.program.seen, self.program.strayed)]
+        for group in self.groups:
+            everyone = [each for several in comm.all_gather_object(everyone, group=group) for each in several]
+        if all(order == self.program.seen for order, _ in everyone):
             self.program.adopt(self.program.seen)
+        elif strayed := [self.units[number].name for _, units in everyone for number in units]:
+            raise RuntimeError(
+                f"{strayed[0]} ran more than once, or before its turn, while ranks ran different units: what they "
+                "gathered may be mixed up. Run such a unit on all ranks alike, or leave it to the unit around it"
+            )
+
+    def _check_closed(self) -> None:
+        if self.opened:
+            raise RuntimeError("inside of `with handle.whole():` weights stay: call this after it")
 
     def _check_whole(self, module: nn.Module) -> None:
         """A state dict of a part of the module is about to be made, or loaded."""

@@ -67,10 +67,12 @@ class Unit:
         self.keeps = False  # weights, from forward to backward
         self.driver: Callable[[], Driver | None] = lambda: None
         self.in_turn = False  # whether the program knows of the forward that was last
+        self.running = False
         self.anchored = False  # whether the end of its backward shows at its inputs
         self.missing: set[nn.Parameter] = set()  # whose gradient is still to come in this backward
         module.register_forward_pre_hook(called(self.pre_forward), prepend=True, with_kwargs=True)
         module.register_forward_hook(called(self.post_forward))
+        module.register_forward_hook(called(self.ran), always_call=True)
 
     def __reduce__(self) -> tuple[type, tuple]:
         """Of a copy of the module, or one in a file, this is None: that is a plain module."""
@@ -95,9 +97,13 @@ class Unit:
             )
         if driver.driven and not self.whole:
             raise RuntimeError(f"{self.name} runs in shards: call `unshard` before, since it is driven from outside")
+        if self.running:
+            raise RuntimeError(f"{self.name} runs inside of itself: leave it to the unit around it")
+        self.running = True
         self.in_turn = not driver.driven and driver.pre_forward(self)
         marks: list[Tensor] = []
-        args, kwargs = tree_map(lambda value: self._marked(cast(value, self.mixed.param), marks), (args, kwargs))
+        args = tuple(self._prepared(value, marks) for value in args)
+        kwargs = {name: self._prepared(value, marks) for name, value in kwargs.items()}
         if marks:
             register_multi_grad_hook(marks, called(self.post_backward, self.in_turn))
             self.anchored = True
@@ -119,6 +125,11 @@ class Unit:
         if not driver.driven:
             driver.post_forward(self)
         return output
+
+    def ran(self, module: nn.Module) -> None:
+        """The module has run, or has raised an error."""
+        if module is self.module():
+            self.running = False
 
     def pre_backward(self, in_turn: bool, *grads: Any) -> None:
         """The backward of the module is about to begin. It must not find the weights freed: it would read address 0."""
@@ -184,11 +195,20 @@ class Unit:
             )
         return driver
 
-    def _marked(self, value: Any, marks: list[Tensor]) -> Any:
-        """A view of an input that needs a gradient: a node of its own, the last of the unit that backward comes to."""
-        if isinstance(value, Tensor) and value.requires_grad and torch.is_grad_enabled():
-            value = value.view_as(value)
-            marks.append(value)
+    def _prepared(self, value: Any, marks: list[Tensor]) -> Any:
+        """An input, cast; of a tensor that needs a gradient a view: a node of its own, the last of the unit that
+        backward comes to. A list or a dict stays the caller's, who may look into it afterwards.
+        """
+        if isinstance(value, Tensor):
+            value = cast(value, self.mixed.param)
+            if value.requires_grad and torch.is_grad_enabled():
+                value = value.view_as(value)
+                marks.append(value)
+            return value
+        if type(value) is tuple:
+            return tuple(self._prepared(part, marks) for part in value)
+        if any(cast(leaf, self.mixed.param) is not leaf for leaf in tree_leaves(value)):
+            return tree_map(lambda leaf: cast(leaf, self.mixed.param), value)
         return value
 
     def _check(self, leaves: Sequence[Any], outputs: Sequence[Tensor]) -> None:
