@@ -6,32 +6,33 @@ import pytest
 import torch
 
 from fsdp import fully_shard
-from tests.fsdp.versions import MODES, UNITS, Mode, drilled, trained
+from tests.fsdp.versions import MODES, Mode, drilled, trained
 from tests.shards import assembled
 from tests.sleepy import sleepy_steps
 from tests.training import Recipe, same_bits
 
 F32, F64 = torch.float32, torch.float64
 RECIPES = [
-    (3, Recipe(microbatches=3, limit=5.0, dtype=F32)),
+    (4, Recipe(microbatches=2, limit=5.0, dtype=F32)),  # three ranks have rows: of two any order is the same
+    drilled(3, Recipe(microbatches=3, limit=5.0, dtype=F32)),
     drilled(4, Recipe(microbatches=3, quiet="sync", average=True)),
     drilled(3, Recipe(microbatches=3, quiet="sync", optimizer="adamw", dtype=F32, average=True)),
     drilled(2, Recipe(optimizer="adamw", average=True)),
-    drilled(4, Recipe(microbatches=2, dtype=F32)),
 ]
 
 
 @pytest.mark.parametrize(("ranks", "recipe"), RECIPES)
 def test_prefetch_resharding_and_sharding_change_no_bit(pool, ranks, recipe):
     first = pool.run(ranks, trained, Mode(True, prefetch=0), recipe)
-    for mode in (Mode(True, prefetch=1), Mode(True, prefetch=3), Mode(False, prefetch=2), Mode(shards=1)):
+    for mode in (Mode(True, prefetch=3), Mode(False, prefetch=1), Mode(shards=1)):
         assert same_bits(pool.run(ranks, trained, mode, recipe), first) == [], mode
 
 
+@pytest.mark.drill
 @pytest.mark.parametrize(("ranks", "recipe"), RECIPES[:1])
 def test_the_cut_into_units_changes_no_bit(pool, ranks, recipe):
     first = pool.run(ranks, trained, Mode(units="root"), recipe)
-    for units in UNITS:
+    for units in ("blocks", "nested", "two blocks", "layer used twice"):
         assert same_bits(pool.run(ranks, trained, Mode(units=units), recipe), first) == [], units
 
 

@@ -111,7 +111,8 @@ def test_nested_units_alive(pool, phase, prefetch):
         assert near(rest, (1 + 2 * 4) / 2) and near(most, 2 + max(2, prefetch + 1))
 
 
-@pytest.mark.parametrize("prefetch", [drilled(0), 1])
+@pytest.mark.drill
+@pytest.mark.parametrize("prefetch", [0, 1])
 def test_units_alive_in_hybrid(pool, prefetch):
     for rest, most in pool.run(4, rises, "frozen", 0, True, {"reshard_after_forward": True, "prefetch": prefetch}):
         assert near(rest, (1 + BLOCKS) / 2) and near(most, 1 + max(2, prefetch + 1))

@@ -10,6 +10,7 @@ from tests.fsdp.models import F64
 from tests.fsdp.test_norm import groups
 from tests.shards import assembled, pieces, snapshot
 from tests.zero.test_memory import from_here, living
+from tests.zero.versions import drilled
 
 
 class Rotary(nn.Module):
@@ -65,7 +66,7 @@ def filled(run, shape, meta):
     return values, pieces(handle), nbytes, zeros, sum(pack.slots.length for pack in handle.packs), model.table
 
 
-@pytest.mark.parametrize("meta", [True, False])
+@pytest.mark.parametrize("meta", [True, drilled(False)])
 @pytest.mark.parametrize("shape", [(1, 1), (1, 3), (2, 2)])
 def test_each_rank_fills_its_shards(pool, shape, meta):
     """The same bits on every mesh. From meta a rank allocates its slot and nothing more but a few scalars."""

@@ -37,12 +37,16 @@ def clipped(run, shape, limit):
     torch.manual_seed(run.rank)
     model = Odd().double()
     group, replicas = groups(run, shape)
+    layout.declare(model, lambda name: layout.Constant(0.0), lambda name: True)
+    for param in model.parameters():  # tp's are summed by somebody else
+        param.held.sums = {"fsdp": group, "dp": replicas or group, "tp": run.new_group([run.rank])}
     for unit in (model.layers[0], model):
         handle = fully_shard(unit, group, replicate_group=replicas, average=False)
     model(batch(run.rank)).square().sum().backward()
     handle.finish()
     params = handle.parameters()
-    derived = [param.held.copies for param in params]
+    assert all("tp" in p.held.sums and all(g.size() == 1 for g in p.held.sums.values()) for p in params)
+    derived = [(param.held.copies, param.held.copy) for param in params]
     total = norm.grad_norm(params, group=run.world)
     layout.check(params, run.world)
     checked = norm.grad_norm(params, group=run.world)
@@ -63,6 +67,6 @@ def test_norm_and_clipping(pool, shape, limit):
     held, totals, checked, copies, boxes = zip(*pool.run(ranks, clipped, shape, limit), strict=True)
     assert all(torch.equal(total, totals[0]) for total in (*totals, *checked))
     assert abs(totals[0] - true) <= 1e-13 * true
-    assert {count for mine in copies for count in mine} == {shape[0]}
+    assert [set(mine) for mine in copies] == [{(shape[0], rank // shape[1])} for rank in range(ranks)]
     assert all(count in (0, 1) for mine in boxes for count in mine)
     check_grads(assembled(held)[0], {name: param.grad for name, param in model.named_parameters()})

@@ -82,7 +82,8 @@ def same(ours, theirs):
 
 @pytest.mark.parametrize("settings", ["default", "reshard", "keep", "mixed"])
 @pytest.mark.parametrize(
-    ("kind", "shape"), [("memory", (1, 2)), ("files", (1, 3)), drilled("memory", (2, 2)), drilled("memory", (1, 1))]
+    ("kind", "shape"),
+    [("memory", (1, 2)), *(drilled(*case) for case in (("files", (1, 3)), ("memory", (2, 2)), ("memory", (1, 1))))],
 )
 def test_the_same_bits_and_every_byte(pool, tmp_path, kind, shape, settings):
     """At rest the shards. A step reads a unit's slot for each of its gathers and writes the gradients' slots once."""

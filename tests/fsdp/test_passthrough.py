@@ -11,7 +11,7 @@ from tests.training import SHARES, Recipe, plain, worst
 
 ALL_MODES = MODES | HYBRID
 RECIPES = [Recipe(microbatches=2, limit=5.0), Recipe(optimizer="adamw", average=True)]
-OFTEN = [(2, "full"), (3, "default"), (3, "nested"), (2, "no shard"), (4, "hybrid")]
+OFTEN = [(2, "full"), (3, "nested"), (4, "hybrid")]
 SELDOM = [
     (ranks, mode)
     for mode in ALL_MODES

@@ -81,6 +81,12 @@ def model_differs(run, what):
     fully_shard(model, run.world)
 
 
+def replicas_differ(run):
+    """Each is a group by itself, so that only the replicas can tell."""
+    alone = next(group for group in map(run.new_group, ([0], [1])) if group is not None)
+    fully_shard(nn.Linear(4, 4), alone, replicate_group=run.world, prefetch=run.rank)
+
+
 def units_differ(run):
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     fully_shard(model[run.rank % 2], run.world)
@@ -208,6 +214,7 @@ WAYS = {
         outer_first,
         settings,
         model_differs,
+        replicas_differ,
         units_differ,
         sparse_embedding,
         sparse_later,
@@ -230,6 +237,7 @@ REFUSED = {
     "negative prefetch": (("settings", {"prefetch": -1}, {"prefetch": -1}), "prefetch=-1"),
     "reshard differs": (("settings", {"reshard_after_forward": True}, {}), "reshard_after_forward=True"),
     "prefetch differs": (("settings", {"prefetch": 2}, {}), "prefetch=2"),
+    "replicas differ": (("replicas_differ",), "prefetch=1"),
     "mixed differs": (("settings", {"mixed_precision": MixedPrecision(torch.bfloat16)}, {}), "bfloat16"),
     "average differs": (("settings", {"average": False}, {}), "average=False"),
     "shape differs": (("model_differs", "shape"), "[3, 4]"),

@@ -155,6 +155,27 @@ def test_collectives_of_three_microbatches(pool, mode, body, expected):
     right(steps, plainly(ranks, body))
 
 
+def driven(model, handle, x, marks):
+    """Two microbatches, by hand; the replicas add once."""
+    for context in (handle.no_replica_sync, contextlib.nullcontext):
+        handle.unshard(model)
+        model(x).backward()
+        with context():
+            handle.reduce(model)
+        handle.reshard(model)
+
+
+def twice(model, handle, x, marks):
+    model(x).backward()
+    model(x).backward()
+
+
+def test_replicas_add_once_what_is_reduced_by_hand(pool):
+    steps = pool.run(4, told, HYBRID["hybrid"], driven)
+    assert {counts(text) for texts in steps for text, _ in texts} == {(4 * 2, 4 * 2, 4)}
+    right(steps, plainly(4, twice))
+
+
 def test_under_no_sync_nothing_is_reduced(pool):
     quiet = ", ".join(word for word in picture(True, 1).split(", ") if not word.startswith("reduce"))
     one = f"{quiet}, microbatch, {quiet}, microbatch, {picture(True, 1)}, microbatch, finish"
@@ -314,6 +335,18 @@ def part_then_all(model, handle, x, marks):
 @pytest.mark.parametrize("reshard", [True, False])
 def test_a_part_by_itself_and_then_all(pool, reshard):
     right(pool.run(2, told, Mode(reshard), part_then_all), plainly(2, part_then_all))
+
+
+def part_by_one_rank(model, handle, x, marks):
+    """The others have no gradient of it, and join in its reduction."""
+    out = model[1](x)
+    if x < 0.15:
+        out.backward()
+
+
+def test_a_late_gradient_of_one_rank(pool):
+    steps = pool.run(2, told, KEPT, part_by_one_rank, timeout=5.0)
+    right(steps, plainly(2, part_by_one_rank))
 
 
 # -- what must show ----------------------------------------------------------------------------------------------------

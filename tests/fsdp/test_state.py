@@ -270,6 +270,21 @@ def test_masters_stay_under_their_own_weights(pool):
         assert torch.equal(third[name], (value.bfloat16() + 1).float())
 
 
+def written_where_it_was(run):
+    """Into weights that a forward before has left there."""
+    model = two_layers()
+    handle = sharded(run, model, [model[0]], reshard_after_forward=False)
+    model(batch(run.rank))
+    with handle.whole(), torch.no_grad():
+        for param in model.parameters():
+            param.fill_(2.0)
+    return [float(shard.min()) for shard in handle.parameters() if len(shard)]
+
+
+def test_what_is_written_into_weights_that_are_kept(pool):
+    assert pool.run(2, written_where_it_was) == [[2.0] * 4] * 2
+
+
 def left(run, settings):
     """An error inside of whole: what has memory afterwards, and a step."""
     model = two_layers()
