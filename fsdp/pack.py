@@ -3,12 +3,10 @@
     shard    [S]     this rank's slot: its pieces of all parameters, in a row; what the optimizer updates
     packed   [P, S]  all slots, as they arrive from the all_gather
     weights  [n]     the parameters, each whole: copied out of the slots, and what the module computes with
-    full     [P, T]  the gradient of this rank's rows, in slots as well, as it goes into the reduce_scatter
-    sum      [T]     this rank's slot of the gradient of all rows, while a step adds it up
 
-Pieces of several parameters lie side by side, so one collective carries a unit, and every shard is a tensor of its
-own, with a shape. Frozen parameters come last in a slot, and T leaves them out. A pack of a single rank has no slots to
-copy: its shard is its weights. PyTorch's counterpart: FSDPParam, and _fsdp_collectives.py.
+Pieces of several parameters lie side by side (slots.py), so one collective carries a unit, and every shard is a tensor
+of its own, with a shape. A pack of a single rank has no slots to copy: its shard is its weights. Gradients have slots
+of their own (gradient.py). PyTorch's counterpart: FSDPParam, and _fsdp_collectives.py.
 """
 
 import math
