@@ -217,7 +217,7 @@ class Pack:
     def take_masters(self, wholes: Mapping[nn.Parameter, Tensor]) -> None:
         """Take this rank's pieces of whole parameters."""
         for param, shard in zip(self.params, self.shards, strict=True):
-            shard.copy_(self.slots.piece(param, wholes[param]))
+            self._write(shard, self.slots.piece(param, wholes[param]).to(shard.dtype))
 
     def _on_device(self) -> Tensor:
         return self.shard if self.host is None else self.host.stage(self.shard)
@@ -234,7 +234,10 @@ class Pack:
             shard = shards[param]
             written, kept = self.slots.piece(param, param), shard.detach().to(self.device)
             values = torch.where(kept.to(written.dtype) == written, kept, written.to(kept.dtype))
-            shard.copy_(values) if self.host is None else self.host.write(shard.detach(), values)
+            self._write(shard, values)
+
+    def _write(self, shard: nn.Parameter, values: Tensor) -> None:
+        shard.copy_(values) if self.host is None else self.host.write(shard.detach(), values)
 
     @property
     def trains(self) -> bool:

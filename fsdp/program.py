@@ -69,7 +69,6 @@ class Program:
         self.at, self.owed = 0, 0
         self.open: set[int] = set()  # units that are entered, and not left
         self.ended: set[int] = set()  # of those the ones to be left as soon as it is their turn
-        self.strayed: set[int] = set()  # units that ran when it was not their turn
         self.seen: list[Event] = []  # of the first whole forward, as this rank ran it
 
     def _follow(self, forward: Iterable[Event]) -> None:
@@ -91,11 +90,7 @@ class Program:
             self.events, self.at = self.forward, 0
             self.owed += differentiated
         self._see(Event(ENTER, unit))
-        if self.events is not self.forward:
-            return False
-        if not (in_turn := self._go(Event(ENTER, unit))):
-            self.strayed.add(unit)
-        return in_turn
+        return self.events is self.forward and self._go(Event(ENTER, unit))
 
     def after_forward(self, unit: int) -> bool:
         """A unit has run. Whether it had been its turn."""

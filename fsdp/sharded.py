@@ -62,6 +62,7 @@ class FullySharded(Replica):
         self.numbers = {unit: number for number, unit in enumerate(units)}
         self.program = Program(nested(parents), prefetch, called(self._enter), called(self._leave))
         self.agreed_order = False
+        self.strayed: set[str] = set()  # units that were gathered when it was not their turn
         self.reduces, self.replicates = True, True  # whether the backward under way is one whose gradients are
         self.driven, self.opened = False, False  # from outside; inside of `whole`
         self.syncing_replicas = True
@@ -90,6 +91,8 @@ class FullySharded(Replica):
             unit.unshard()
             return False
         in_turn = self.program.before_forward(self.numbers[unit], torch.is_grad_enabled())
+        if not in_turn and not unit.whole and self.program.events is not None:
+            self.strayed.add(unit.name)
         unit.unshard()
         return in_turn
 
@@ -354,17 +357,17 @@ class FullySharded(Replica):
     def _agree_on_order(self) -> None:
         """After the first step: follow the order in which units ran, if it was the same on all ranks.
 
-        Raises RuntimeError on every rank if it was not, and a unit ran once more or before its turn.
+        Raises RuntimeError on every rank if it was not, and a unit was gathered once more or before its turn.
         """
         if self.agreed_order:
             return
         self.agreed_order = True
-        everyone = [(self.program.seen, self.program.strayed)]
+        everyone = [(self.program.seen, self.strayed)]
         for group in self.groups:
             everyone = [each for several in comm.all_gather_object(everyone, group=group) for each in several]
         if all(order == self.program.seen for order, _ in everyone):
             self.program.adopt(self.program.seen)
-        elif strayed := [self.units[number].name for _, units in everyone for number in units]:
+        elif strayed := [name for _, names in everyone for name in names]:
             raise RuntimeError(
                 f"{strayed[0]} ran more than once, or before its turn, while ranks ran different units: what they "
                 "gathered may be mixed up. Run such a unit on all ranks alike, or leave it to the unit around it"
