@@ -23,7 +23,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from collectives.hooks import called
 from fsdp.mixed import MixedPrecision, cast
@@ -75,7 +75,7 @@ class Unit:
         self.keeps = False  # weights, from forward to backward
         self.driver: Callable[[], Driver | None] = lambda: None
         self.in_turn = False  # whether the program knows of the forward that was last
-        self.running = False
+        self.running, self.marks = False, []  # of a forward under way the views that mark where backward ends
         self.anchored = False  # whether the end of its backward shows at its inputs
         self.missing: set[nn.Parameter] = set()  # whose gradient is still to come in this backward
         module.register_forward_pre_hook(called(self.pre_forward), prepend=True, with_kwargs=True)
@@ -109,7 +109,9 @@ class Unit:
             raise RuntimeError(f"{self.name} runs inside of itself: leave it to the unit around it")
         self.running = True
         self.in_turn = not driver.driven and driver.pre_forward(self)
-        return tuple(map(self._prepared, args)), {name: self._prepared(value) for name, value in kwargs.items()}
+        args, kwargs = tuple(map(self._prepared, args)), {name: self._prepared(value) for name, value in kwargs.items()}
+        self.anchored = self.anchored or bool(self.marks)
+        return args, kwargs
 
     def post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
         """The module has run. Returns its output, cast, and with the begin of backward marked."""
@@ -119,6 +121,10 @@ class Unit:
         if self.mixed.output is not None:
             output = tree_map(lambda value: cast(value, self.mixed.output), output)
         leaves = tree_leaves(output)
+        if any(leaf is mark for leaf in leaves for mark in self.marks):
+            # an input that is returned as it is would end the backward before it begins
+            output = tree_map_only(Tensor, lambda leaf: leaf.view_as(leaf), output)
+            leaves = tree_leaves(output)
         outputs = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
         self._check(leaves, outputs)
         if outputs and torch.is_grad_enabled():
@@ -132,6 +138,7 @@ class Unit:
         """The module has run, or has raised an error."""
         if module is self.module():
             self.running = False
+            self.marks.clear()
 
     def pre_backward(self, in_turn: bool, *grads: Any) -> None:
         """The backward of the module is about to begin. It must not find the weights freed: it would read address 0."""
@@ -206,7 +213,7 @@ class Unit:
             if value.requires_grad and torch.is_grad_enabled():
                 value = value.view_as(value)
                 value.register_hook(called(self.post_backward, self.in_turn))
-                self.anchored = True
+                self.marks.append(value)
             return value
         if type(value) is tuple:
             return tuple(map(self._prepared, value))

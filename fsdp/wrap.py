@@ -136,18 +136,17 @@ def _units(root: nn.Module) -> tuple[list[Unit], list[int | None]]:
     """All units of a module, outer ones before inner ones, and of each the number of the one around it."""
     units: list[Unit] = []
     parents: list[int | None] = []
-
-    def walk(module: nn.Module, parent: int | None) -> None:
-        if (unit := _unit(module)) is not None and unit not in units:
+    inside: list[tuple[nn.Module, int | None]] = [(root, None)]  # still to be looked at, and the unit around
+    while inside:
+        module, parent = inside.pop()
+        unit = _unit(module)
+        if unit in units:
+            continue
+        if unit is not None:
             units.append(unit)
             parents.append(parent)
             parent = len(units) - 1
-        elif unit is not None:
-            return
-        for child in module.children():
-            walk(child, parent)
-
-    walk(root, None)
+        inside += [(child, parent) for child in reversed(list(module.children()))]
     names = {part: name for name, part in root.named_modules()}
     for unit in units:
         unit.named(names[unit.module()] or type(root).__name__)
