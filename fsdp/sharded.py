@@ -129,11 +129,11 @@ class FullySharded(Replica):
         if not backward:
             self._free(unit)
             return
+        if last or not unit.keeps:
+            unit.reshard()  # [n/P]; first, so that there is room for what arrives
         if self.reduces and last:
             for pack in unit.trained:
-                self.reductions.start(pack.gradient, replicate=self.replicates)  # it becomes [n/P]
-        if last or not unit.keeps:
-            unit.reshard()  # [n/P]
+                self.reductions.start(pack.gradient, replicate=self.replicates)  # the gradient becomes [n/P]
 
     def _free(self, unit: Unit) -> None:
         """Reshard, unless the unit is kept for the backward of what has run."""
