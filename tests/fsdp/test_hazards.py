@@ -240,3 +240,45 @@ def mixed_up(run):
 def test_a_unit_that_runs_twice_around_one_that_some_skip_is_told(pool):
     expected = "layers.0 ran more than once, or before its turn, while ranks ran different units"
     assert all(told.startswith(expected) for told in pool.run(2, mixed_up))
+
+
+class Cell(nn.Module):
+    """A step over rows: with none, the state stays what it was."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4, dtype=torch.float64))
+
+    def forward(self, state, rows):
+        return torch.tanh(self.weight * state + rows.sum(0)) if len(rows) else state
+
+
+class Loop(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.start, self.cell = nn.Parameter(torch.ones(4, dtype=torch.float64)), Cell()
+
+    def forward(self, rows):
+        state = self.start.exp()
+        for _ in range(3):
+            state = self.cell(state, rows)
+        return state
+
+
+def looped(run):
+    fully_shard((model := Loop()).cell, run.world, average=False)
+    handle = fully_shard(model, run.world, average=False, prefetch=0, reshard_after_forward=True)
+    for _ in range(2):
+        model(torch.ones(2 * (1 - run.rank), 4, dtype=torch.float64)).sum().backward()
+    handle.finish()
+    return pieces(handle)
+
+
+def test_a_unit_that_returns_its_input_on_some_ranks(pool):
+    """It runs three times, which only the second step knows beforehand."""
+    model = Loop()
+    for rows in (torch.ones(2, 4, dtype=torch.float64), torch.ones(0, 4)) * 2:
+        model(rows).sum().backward()
+    grads, _ = assembled(pool.run(2, looped))
+    for name, param in model.named_parameters():
+        torch.testing.assert_close(grads[name], param.grad, rtol=1e-12, atol=0)
