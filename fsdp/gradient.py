@@ -4,9 +4,10 @@
     partial  [T]     this rank's slot of the sum over the group; with replicas what they have not added yet
     sum      [T]     its slot of the gradient of all rows, while a step adds it up
 
-A gradient is copied into its slot as soon as autograd has made it, and freed: so a unit's is there once, not twice.
-Gradients add up over microbatches in the shards' dtype, and travel in that of `reduce`. One reduction is under way at a
-time; while it is, the unit before computes. PyTorch's counterpart: foreach_reduce of _fsdp_collectives.py.
+A unit's gradients are where autograd has made them, and add up there over microbatches, until the unit is left: then
+each is copied into its slots, and freed. In mixed precision they are copied at once, since they add up in the shards'
+dtype; they travel in that of `reduce`. One reduction is under way at a time; while it is, the unit before computes.
+PyTorch's counterpart: foreach_reduce of _fsdp_collectives.py.
 """
 
 from collections.abc import Iterable, Sequence, Set

@@ -145,9 +145,10 @@ class FullySharded(Replica):
         unit = self.unit_of[param]
         if param.grad is not None and unit.driver() is self:  # and not the handle of a module around ours
             gradient = self.pack_of[param].gradient
-            if self.reductions.sends(gradient):
-                self.reductions.advance()
-            gradient.collect(param)
+            if param.grad.dtype != gradient.dtype:  # else it stays, and adds up where autograd has made it
+                if self.reductions.sends(gradient):
+                    self.reductions.advance()
+                gradient.collect(param)
             if not self.driven:
                 unit.arrives(param)
 

@@ -120,12 +120,12 @@ def test_units_alive_in_hybrid(pool, prefetch):
 
 @pytest.mark.parametrize(("prefetch", "hybrid"), [drilled(0, False), (1, False), drilled(3, False), (1, True)])
 def test_gradients_alive(pool, prefetch, hybrid):
-    """Beside shards, those of gradients, and weights: a unit under way, one that fills, the matrix that autograd has
-    just made, and what arrives for the one under way.
+    """Beside shards, those of gradients, and weights: a unit under way, what arrives for it, and the next one's, which
+    autograd has made, a matrix here.
     """
     settings = {"reshard_after_forward": True, "prefetch": prefetch}
     sums = (BLOCKS - 1 - prefetch) / 2  # at the last block that still has `prefetch` blocks ahead
-    expected = 1 + (prefetch + 1) + 3 + 1 / 2 + sums
+    expected = 1 + (prefetch + 1) + 2 + 1 / 2 + sums
     for rest, most in pool.run(4 if hybrid else 2, rises, "trained", 0, hybrid, settings):
         print(f"trained, prefetch {prefetch}, hybrid {hybrid}: {most:.3f} units alive, {expected} expected")
         assert near(rest, (1 + BLOCKS) / 2) and near(most, expected)
