@@ -13,6 +13,7 @@ from collectives.p2p import Handle
 from fsdp import simple
 from fsdp.gradient import Gradient
 from fsdp.pack import Pack
+from fsdp.unit import Unit
 from tests.fsdp import digits
 from tests.fsdp.versions import HYBRID, MODES, UNITS, drilled, trained
 from tests.training import SHARES, STEPS, Recipe, data, furthest, gradient_error, net, plain, worst
@@ -190,13 +191,15 @@ def sums_of_the_last_microbatch_only():
 
 
 def gradients_of_the_last_microbatch_only():
-    true = Gradient.collect
+    true = Unit.expect
 
-    def collect(gradient, param):
-        gradient.arrived.discard(param)
-        true(gradient, param)
+    def expect(unit):
+        for pack in unit.packs:
+            for param in pack.params:
+                param.grad = None
+        true(unit)
 
-    return mock.patch.object(Gradient, "collect", collect)
+    return mock.patch.object(Unit, "expect", expect)
 
 
 def weights_that_stay():
