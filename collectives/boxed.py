@@ -8,7 +8,7 @@ Cost: a rank holds its own share; `load` reads the pieces that meet its boxes. D
 checkpoint; PyTorch's: torch.distributed.checkpoint of sharded tensors. Left out: files, which are checkpoint/'s.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -64,13 +64,18 @@ def load(state: State, params: Sequence[nn.Parameter], optimizer: torch.optim.Op
     loaded = {param: _kinds_of(param, state, wrong) for param in params}
     if wrong:
         raise ValueError(f"the state does not fit: {'; '.join(wrong)}")
-    order = [param for group in optimizer.param_groups for param in group["params"]]
     with torch.no_grad():
         for param, kinds in loaded.items():
             param.copy_(kinds.pop(VALUES))
-    kept = {i: loaded[p] | state.scalars[p.held.name] for i, p in enumerate(order)}
-    groups = optimizer.state_dict()["param_groups"]  # the settings are those of this run
-    optimizer.load_state_dict({"state": {i: kinds for i, kinds in kept.items() if kinds}, "param_groups": groups})
+            kinds.update(state.scalars[param.held.name])
+    adopt(optimizer, loaded)
+
+
+def adopt(optimizer: torch.optim.Optimizer, kept: Mapping[nn.Parameter, Mapping[str, Tensor]]) -> None:
+    """Give an optimizer its state by parameter, where there is any. Its settings stay those of this run."""
+    order = [param for group in optimizer.param_groups for param in group["params"]]
+    state = {i: dict(kept[param]) for i, param in enumerate(order) if kept.get(param)}
+    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
 
 
 def _kinds_of(param: nn.Parameter, state: State, wrong: list[str]) -> dict[str, Tensor]:

@@ -78,18 +78,21 @@ class Runtime:
     store: dist.Store  # in which the ranks found each other; keys of one's own want a PrefixStore
     groups: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup] = field(default_factory=dict)
 
-    def new_group(self, ranks: Sequence[int], label: str = "") -> dist.ProcessGroup | None:
+    def new_group(self, ranks: Sequence[int], label: str = "", backend: str = "") -> dist.ProcessGroup | None:
         """The group of these global ranks, in ascending order; None on a rank that is no member.
 
         Collective over the world: every rank calls it, members or not, all in the same order. The same ranks and label
-        give the same group again; another label gives a second one (a pipeline needs one for each direction).
+        give the same group again; another label gives a second one (a pipeline needs one for each direction). backend:
+        default that of the world; a label has one.
         """
         members = tuple(ranks)
         if members != tuple(sorted(set(members))):
             raise ValueError(f"group ranks {members} must be in ascending order and distinct")
         if (label, members) not in self.groups:
             whole = not label and members == tuple(range(self.size))
-            group = self.world if whole else dist.new_group(members, timeout=self.timeout, backend=self.backend)
+            group = (
+                self.world if whole else dist.new_group(members, timeout=self.timeout, backend=backend or self.backend)
+            )
             self.groups[label, members] = group
         return self.groups[label, members] if self.rank in members else None
 

@@ -47,7 +47,7 @@ CALL_OPERATIONS = ("collectives/p2p.py", "collectives/comm.py", "collectives/com
 ENVIRONMENT = ("os.environ", "os.environb", "os.getenv", "os.getenvb", "os.putenv", "os.unsetenv")
 THIRD_PARTY = {  # package → the paths that may import it
     **dict.fromkeys(("torch", "einops", "numpy", "matplotlib", "tensorboard"), ("",)),
-    "safetensors": ("checkpoint/", "nd_mesh/"),
+    "xxhash": ("checkpoint/",),
     "pydantic": ("nd_mesh/config.py",),
     "rich": ("nd_mesh/", "collectives/demo.py"),
 }

@@ -1,0 +1,285 @@
+"""Saving as a protocol: every rank writes its share, all report, one commits.
+
+    1. all ranks say what they hold, and each derives what it writes          (plan.py)
+    2. the coordinator makes step-N.tmp                                       (folder.py)
+    3. each rank writes and forces its file, and reports its hashes           (shard.py)
+    4. the coordinator checks that the boxes are every tensor exactly, writes manifest.json and COMMIT, renames
+    5. older checkpoints that need not be kept are deleted
+
+A failure anywhere ends the save on every rank with the same words, and what was complete stays. `save_async` does 1
+now, copies the rank's share to host memory, and leaves 2 to 5 to a thread with a process group of its own. Cost: each
+byte of the run's state is written once; a gather of the reports. PyTorch's counterpart: torch.distributed.checkpoint,
+`save` and `async_save`. Lecture A, "Sharded Checkpoint는 파일 묶음이 아니라 Protocol이다" (docs/notation.md).
+"""
+
+import contextlib
+import hashlib
+import json
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch.distributed as dist
+
+from checkpoint import folder, lock, manifest, plain, plan, saved, shard
+from checkpoint.dtypes import dtype_name
+from checkpoint.files import Files, naming
+from checkpoint.folder import Keep
+from checkpoint.manifest import Manifest
+from checkpoint.pace import Storm
+from checkpoint.plan import Held, Share, deal
+from checkpoint.saved import Saved
+from checkpoint.shard import Values, Written
+from checkpoint.staging import Staging
+from checkpoint.state import State
+from collectives import comm
+from collectives.agreement import Stopped, gathered, together
+from collectives.watch import about
+
+KEEP_ALL, NO_BOUNDS, DISK = Keep(), Storm(), Files()
+
+
+@dataclass(frozen=True)
+class _Job:
+    """A rank's part of one save."""
+
+    step: int
+    values: Values
+    own: Mapping[str, Any]
+    shared: Mapping[str, Any]
+    called: float  # when, by time.monotonic
+
+
+class Checkpoints:
+    """The checkpoints of one run, in a folder that all ranks of `group` share. Every method is collective.
+
+    Use it in a `with`: the end waits for what is still being written. The first save takes the folder's lock.
+
+    group: from the main thread. writer_group: of the same ranks, on gloo and used by nothing else, for `save_async`; a
+    rank must have written its file within its time-out. about: what the run says of itself, used on rank 0. log: is
+    given a line a save, on rank 0, also from another thread.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        group: dist.ProcessGroup,
+        *,
+        writer_group: dist.ProcessGroup | None = None,
+        keep: Keep = KEEP_ALL,
+        storm: Storm = NO_BOUNDS,
+        about: Mapping[str, Any] | None = None,
+        log: Callable[[str], object] = lambda line: None,
+        files: Files = DISK,
+    ):
+        self.path, self.group, self.writer_group = Path(path).absolute(), group, writer_group
+        self.keep, self.storm, self.about, self.log, self.files = keep, storm, about or {}, log, files
+        self._first = group.rank() == 0
+        self._owned = contextlib.ExitStack()  # the lock, on rank 0
+        self._owning = False
+        self._durable: int | None = None  # the newest complete step, on rank 0
+        self._dealt: tuple[list[bytes], Share] | None = None  # digests of what all held, and what this rank then writes
+        self._staging = Staging()
+        self._thread = ThreadPoolExecutor(1, "checkpoint")
+        self._pending: list[Future[Path]] = []  # the oldest first; at most SLOTS, equally many on all ranks
+
+    # -- save ----------------------------------------------------------------------------------------------------------
+
+    def save(self, step: int, state: State) -> Path:
+        """Write the checkpoint of `step`; returns its path when it is durable. Raises Stopped on every rank when
+        anything fails on any, and when an earlier asynchronous save did; then what was complete is so still.
+        """
+        called = time.monotonic()
+        self._settle(0)
+        return self._write(self._job(step, state, called), self.group)
+
+    def save_async(self, step: int, state: State) -> None:
+        """Copy this rank's share of the state to host memory, and write the checkpoint behind what follows.
+
+        The state may be changed when this returns. It waits where two saves are under way already. A failure is raised
+        by the next call, on every rank.
+        """
+        if self.writer_group is None:
+            raise ValueError("save_async needs a process group of its own: give Checkpoints a writer_group, on gloo")
+        called = time.monotonic()
+        self._settle(1)
+        job = self._job(step, state, called)
+        job = replace(job, values=self._staging.copy(job.values))
+        if self._first:
+            before = "the start" if self._durable is None else f"step {self._durable}"
+            self.log(
+                f"step {step} staged in {time.monotonic() - called:.3f} s; a failure before it is durable goes back to "
+                f"{before}"
+            )
+        self._pending.append(self._thread.submit(self._write, job, self.writer_group))
+
+    def poll(self) -> None:
+        """Raise Stopped on every rank if a save that is under way has failed on any; waits for none."""
+        self._settle(len(self._pending))
+
+    def wait(self) -> None:
+        """Returns when every save is durable. Raises Stopped on every rank if one is not going to be."""
+        self._settle(0)
+
+    def _settle(self, most: int) -> None:
+        """Wait until at most so many saves are under way. A failure that one rank knows of ends the wait of all."""
+        failed = any(save.done() and save.exception() for save in self._pending)
+        if self._pending and any(comm.all_gather_object(failed, group=self.group)):
+            pending, self._pending = self._pending, []
+            raise next(error for error in [save.exception() for save in pending] if error)
+        while len(self._pending) > most:
+            self._pending.pop(0).result()
+
+    def _job(self, step: int, state: State, called: float) -> _Job:
+        """Agree on what is saved, and find this rank's share of it."""
+        self.own()
+        held, small, digest = together(lambda: _described(step, state), group=self.group)
+        everyone = comm.all_gather_object((step, small["shared digests"], digest), group=self.group)
+        _check_alike(everyone)
+        digests = [digest for _, _, digest in everyone]
+        if self._dealt is None or self._dealt[0] != digests:
+            descriptions = comm.all_gather_object(held, group=self.group)
+            shares = together(lambda: deal(descriptions), group=self.group)
+            self._dealt = digests, shares[self.group.rank()]
+        return _Job(step, _chosen(state.tensors, self._dealt[1]), small["own"], small["shared"], called)
+
+    def _write(self, job: _Job, group: dist.ProcessGroup) -> Path:
+        """The protocol, from a folder to a checkpoint. Collective over `group`."""
+        final = self.path / folder.name(job.step)
+        pace = self.storm.pace(group.size())
+        try:
+            with about("checkpoint"):
+                begun = gathered(
+                    lambda: folder.begin(self.files, self.path, job.step) if self._first else None, group=group
+                )
+                partial = begun[0]
+                reports: list[Written] = []
+                for turn in self.storm.turns(group.size()):
+                    mine = group.rank() in turn
+                    wrote = gathered(lambda: self._write_file(partial, job, group, pace) if mine else None, group=group)  # noqa: B023, called now
+                    reports += [wrote[rank] for rank in turn]
+                together(lambda: self._commit(partial, final, job, reports) if self._first else None, group=group)
+        except Stopped:
+            if self._first:  # on a full disk, the space is wanted
+                with contextlib.suppress(OSError):
+                    folder.recover(self.files, self.path)
+            raise
+        return final
+
+    def _write_file(self, partial: Path, job: _Job, group: dist.ProcessGroup, pace: Any) -> tuple[Written, Mapping]:
+        path = partial / f"rank-{group.rank()}.safetensors"
+        written = shard.write(self.files, path, job.values, pace)
+        self.files.sync(path)
+        return written, job.own
+
+    def _commit(self, partial: Path, final: Path, job: _Job, reports: list[tuple[Written, Mapping]]) -> None:
+        """On the coordinator: validate what the ranks report, publish it, and retire what is older."""
+        for written, _ in reports:
+            path = partial / written.name
+            with naming(path):
+                size = path.stat().st_size  # of a folder that is not shared, this rank would see its own file only
+            if size != written.file.bytes:
+                raise ValueError(f"{path} has {size:,} bytes, its rank wrote {written.file.bytes:,}: share the folder")
+        told = _assembled(job, [written for written, _ in reports], [own for _, own in reports], self.about)
+        folder.publish(self.files, partial, final, told)
+        self._durable = job.step
+        seconds = time.monotonic() - job.called
+        payload = sum(file.bytes for file in told.files.values())
+        self.log(f"step {job.step} is durable {seconds:.3f} s after the call: {payload:,} bytes in {final}")
+        folder.retire(self.files, self.path, self.keep)
+
+    # -- load, and whose folder it is ----------------------------------------------------------------------------------
+
+    def open(self, *, verify: bool = False, fallback: bool = False) -> Saved:
+        """The newest checkpoint (`saved.find`), after what is under way is durable."""
+        self.wait()
+        return saved.find(self.path, group=self.group, verify=verify, fallback=fallback)
+
+    def own(self) -> None:
+        """Take the folder: make it, lock it, put in order what a crash left in it. Raises Stopped on every rank if
+        another job has it. The first save does so too.
+        """
+        if not self._owning:
+            together(lambda: self._take() if self._first else None, group=self.group)
+            self._owning = True
+
+    def _take(self) -> None:
+        self.files.make_folders(self.path)
+        self._owned.enter_context(lock.held(self.path))
+        folder.recover(self.files, self.path)
+        self._durable = next((step for step, _ in folder.candidates(self.path)), None)
+
+    def __enter__(self) -> "Checkpoints":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if error is None:
+                self.wait()
+            elif isinstance(error, Stopped):  # raised on every rank, so all of them end what is under way
+                for save in self._pending:
+                    save.exception()
+        finally:
+            self._thread.shutdown(wait=False, cancel_futures=True)
+            self._owned.close()
+
+
+def _described(step: int, state: State) -> tuple[dict[str, Held], dict[str, Any], bytes]:
+    """What a rank holds, its small state encoded, and a digest of the first."""
+    if not isinstance(step, int) or step < 0:
+        raise ValueError(f"step {step!r} must be a number of steps, 0 or more")
+    held = {}
+    for name, boxes in state.tensors.items():
+        [kind] = {(tensor.dtype, box.shape) for box, tensor in boxes} or {(None, None)}
+        for box, tensor in boxes:
+            if tuple(tensor.shape) != box.local:
+                raise ValueError(f"{name}: the box {list(box.local)} comes with values of shape {list(tensor.shape)}")
+        if boxes:
+            dtype_name(kind[0])
+            held[name] = Held(*kind, tuple(box for box, _ in boxes))
+    shared = {key: plain.encode(value, f"shared[{key!r}]") for key, value in state.shared.items()}
+    own = {key: plain.encode(value, f"own[{key!r}]") for key, value in state.own.items()}
+    digests = {key: hashlib.sha256(json.dumps(value).encode()).hexdigest() for key, value in shared.items()}
+    small = {"shared": shared, "own": own, "shared digests": digests}
+    return held, small, hashlib.sha256(repr(sorted(held.items())).encode()).digest()
+
+
+def _check_alike(everyone: list[tuple[int, dict[str, str], bytes]]) -> None:
+    """Raise Stopped, on every rank, if the ranks save different steps or different shared state."""
+    steps = [step for step, _, _ in everyone]
+    if len(set(steps)) > 1:
+        raise Stopped(f"the ranks save different steps: {steps}, by rank")
+    keys = sorted({key for _, digests, _ in everyone for key in digests})
+    if unlike := [key for key in keys if len({digests.get(key) for _, digests, _ in everyone}) > 1]:
+        raise Stopped(f"the ranks differ in shared state {', '.join(unlike)}: give what is a rank's own as `own`")
+
+
+def _chosen(tensors: Values, share: Share) -> Values:
+    """The values of this rank's share."""
+    chosen: dict[str, list] = {}
+    for name, parts in share.items():
+        chosen[name] = []
+        for part in parts:
+            within, tensor = next((box, tensor) for box, tensor in tensors[name] if plan.contains(box, part))
+            chosen[name].append((part, tensor.detach()[part.slices(within)]))
+    return chosen
+
+
+def _assembled(job: _Job, reports: list[Written], own: list[Mapping], about: Mapping[str, Any]) -> Manifest:
+    """The manifest of all ranks' files. Raises ValueError where they are not every tensor exactly."""
+    tensors: dict[str, manifest.Tensor] = {}
+    for written in reports:
+        for name, part in written.tensors.items():
+            before = tensors[name].pieces if name in tensors else ()
+            tensors[name] = replace(part, pieces=(*before, *part.pieces))
+    wrong = [fault for name, tensor in tensors.items() for fault in plan.coverage(name, tensor.shape, tensor.boxes())]
+    if wrong:
+        raise ValueError(f"what the ranks wrote is not complete: {'; '.join(wrong)}")
+    files = {written.name: written.file for written in reports}
+    return Manifest(job.step, len(reports), files, tensors, job.shared, own, about)

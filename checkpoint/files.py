@@ -1,0 +1,95 @@
+"""The file operations of a checkpoint, all of them: one small interface, so that whoever wants to can log every one,
+fail any, or stop after any. And what makes a file outlive a crash.
+
+A rename is the one atomic act of a file system: before it nothing is there, after it everything is. It holds across a
+loss of power only if the bytes of the files, and the folders that have their names, were forced to the disk before
+(fsync). Pillai et al. 2014, "All File Systems Are Not Created Equal" (OSDI), on what goes wrong without.
+"""
+
+import contextlib
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+Bytes = bytes | memoryview
+
+
+class Files:
+    """Seven operations. Each is an OSError that names the path when it fails; nothing is on the disk before `sync`."""
+
+    def make_folder(self, path: Path) -> None:
+        """A new, empty folder; its parent is there."""
+        with naming(path):
+            path.mkdir()
+
+    def write(self, path: Path, chunks: Iterable[Bytes]) -> None:
+        """A new file of these bytes, or the file of that name with these bytes in place of its own."""
+        with naming(path), path.open("wb", buffering=0) as file:
+            for chunk in chunks:
+                left = memoryview(chunk)
+                while left:  # a write may take less than it is given
+                    left = left[file.write(left) :]
+
+    def sync(self, path: Path) -> None:
+        """Force a file's bytes, or the names in a folder, to the disk."""
+        with naming(path):
+            descriptor = os.open(path, os.O_RDONLY)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+
+    def rename(self, path: Path, to: Path) -> None:
+        """Give a file or folder another name in the same folder, at once; a file of that name is replaced."""
+        with naming(path):
+            path.replace(to)
+
+    def unlink(self, path: Path) -> None:
+        """Remove a file."""
+        with naming(path):
+            path.unlink()
+
+    def remove_folder(self, path: Path) -> None:
+        """Remove an empty folder."""
+        with naming(path):
+            path.rmdir()
+
+    def remove(self, path: Path) -> None:
+        """Remove a folder and all that is in it, file by file."""
+        with naming(path):
+            inside = sorted(path.iterdir())
+        for entry in inside:
+            (self.remove if entry.is_dir() and not entry.is_symlink() else self.unlink)(entry)
+        self.remove_folder(path)
+
+    def replace(self, path: Path, text: str) -> None:
+        """Write a file whole or not at all: after a failure the earlier one of that name is still there."""
+        partial = path.with_name(f"{path.name}.tmp")
+        self.write(partial, [text.encode()])
+        self.sync(partial)
+        self.rename(partial, path)
+        self.sync(path.parent)
+
+    def make_folders(self, path: Path) -> None:
+        """A folder and what it lies in, on the disk when this returns; no failure where it is there already."""
+        if path.is_dir():
+            return
+        self.make_folders(path.parent)
+        with contextlib.suppress(FileExistsError):  # another rank's folder on the way
+            self.make_folder(path)
+        self.sync(path.parent)
+
+
+@contextlib.contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """What fails inside is an OSError that names this path."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror or str(error), str(path)) from error
+
+
+def free_name(path: Path) -> Path:
+    """The first of NAME.1, NAME.2, … that does not exist."""
+    candidates = (path.with_name(f"{path.name}.{number}") for number in range(1, 10**6))
+    return next(candidate for candidate in candidates if not os.path.lexists(candidate))

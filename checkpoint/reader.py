@@ -1,0 +1,131 @@
+"""Reading: the boxes that were saved, intersected with the boxes that are wanted, whatever mesh cut either.
+
+A rank maps the files that hold anything of what it wants, hashes the blocks it needs and copies out of them. So it
+reads what it needs, rounded up to whole blocks, and nothing is changed before all of it was verified: the second look
+at a page costs no read. PyTorch's counterpart: the load planner of torch.distributed.checkpoint, which verifies nothing.
+"""
+
+import math
+import mmap
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from checkpoint.dtypes import DTYPES, dtype_name
+from checkpoint.files import naming
+from checkpoint.manifest import Manifest, Piece
+from checkpoint.shard import BLOCK, Values, digest
+from collectives.layout import Box
+
+
+@dataclass
+class Reader:
+    """One complete checkpoint, as this rank reads it. Its methods return what is wrong, a line each."""
+
+    path: Path
+    manifest: Manifest
+    _maps: dict[str, memoryview] = field(default_factory=dict)
+    _first: dict[str, int] = field(default_factory=dict)  # byte of each file that is no header
+    _verified: set[tuple[str, int]] = field(default_factory=set)  # (file, first byte) of headers and blocks
+
+    def __post_init__(self) -> None:
+        for tensor in self.manifest.tensors.values():
+            for piece in tensor.pieces:
+                self._first[piece.file] = min(piece.at, self._first.get(piece.file, piece.at))
+
+    def misfits(self, targets: Values) -> list[str]:
+        """Where what is wanted is not what was saved: names, shapes, dtypes."""
+        wrong = []
+        for name, boxes in targets.items():
+            saved = self.manifest.tensors.get(name)
+            if saved is None:
+                wrong.append(f"{name} is not in it")
+                continue
+            shapes = {box.shape for box, _ in boxes} - {saved.shape}
+            wrong += [f"{name} has shape {list(saved.shape)}, here {list(shape)}" for shape in sorted(shapes)]
+            dtypes = {dtype_name(tensor.dtype) for _, tensor in boxes} - {saved.dtype}
+            wrong += [f"{name} is {saved.dtype}, here {dtype}" for dtype in sorted(dtypes)]
+        return wrong
+
+    def verify(self, targets: Values) -> list[str]:
+        """Hash the blocks that hold any of these boxes, and the headers of their files."""
+        wrong: dict[str, None] = {}
+        for name, boxes in targets.items():
+            for box, _ in boxes:
+                for piece, source, both in self._meeting(name, box):
+                    first, last = _span(both, source)
+                    size = DTYPES[self.manifest.tensors[name].dtype].itemsize
+                    wrong |= dict.fromkeys(self._damage(piece, first * size, last * size, source.numel * size))
+        return list(wrong)
+
+    def verify_share(self, part: int, parts: int) -> list[str]:
+        """Hash one of `parts` equal shares of the whole checkpoint: every header, every block."""
+        wrong: dict[str, None] = {}
+        pieces = [(piece, tensor) for tensor in self.manifest.tensors.values() for piece in tensor.pieces]
+        headers = sorted(self.manifest.files)
+        for file in headers[part::parts]:
+            wrong |= dict.fromkeys(self._damaged_header(file))
+        for piece, tensor in pieces[part::parts]:
+            nbytes = math.prod(piece.local) * DTYPES[tensor.dtype].itemsize
+            wrong |= dict.fromkeys(self._damage(piece, 0, nbytes, nbytes))
+        return list(wrong)
+
+    def fill(self, targets: Values) -> None:
+        """Copy what was saved into the tensors of these boxes."""
+        for name, boxes in targets.items():
+            dtype = DTYPES[self.manifest.tensors[name].dtype]
+            for box, tensor in boxes:
+                for piece, source, both in self._meeting(name, box):
+                    data = self._map(piece.file)[piece.at : piece.at + source.numel * dtype.itemsize]
+                    saved = torch.frombuffer(data, dtype=dtype).view(source.local)
+                    # IDEA: an intersection of two boxes is all that moves, whatever cut either.
+                    tensor[both.slices(box)].copy_(saved[both.slices(source)])
+
+    def _meeting(self, name: str, box: Box) -> Iterator[tuple[Piece, Box, Box]]:
+        """The pieces of a tensor that hold any of a box: each with its own box and what both have."""
+        saved = self.manifest.tensors[name]
+        for piece, source in zip(saved.pieces, saved.boxes(), strict=True):
+            if both := box.intersect(source):
+                yield piece, source, both
+
+    def _damage(self, piece: Piece, first: int, last: int, size: int) -> Iterator[str]:
+        """What is wrong with the blocks of bytes first … last-1 of a piece of so many bytes."""
+        yield from self._damaged_header(piece.file)
+        data = self._map(piece.file)[piece.at : piece.at + size]
+        for number in range(first // BLOCK, -(-last // BLOCK)):
+            at = number * BLOCK
+            if self._once(piece.file, piece.at + at) and digest(data[at : at + BLOCK]) != piece.hashes[number]:
+                stop = piece.at + min(at + BLOCK, size)
+                yield f"{self.path / piece.file} is damaged between bytes {piece.at + at:,} and {stop:,}"
+
+    def _damaged_header(self, file: str) -> Iterator[str]:
+        header = self._map(file)[: self._first.get(file)]
+        if self._once(file, 0) and digest(header) != self.manifest.files[file].header:
+            yield f"{self.path / file} is damaged in its header"
+
+    def _once(self, file: str, at: int) -> bool:
+        new = (file, at) not in self._verified
+        self._verified.add((file, at))
+        return new
+
+    def _map(self, file: str) -> memoryview:
+        """The bytes of a file. Raises OSError where it cannot be read, ValueError where its size is wrong."""
+        if file not in self._maps:
+            expected = self.manifest.files[file].bytes
+            with naming(self.path / file), (self.path / file).open("rb") as opened:
+                if (size := os.fstat(opened.fileno()).st_size) != expected:
+                    raise ValueError(f"{self.path / file} has {size:,} bytes, {expected:,} were written: it is damaged")
+                # A private copy, because torch knows no memory that cannot be written.
+                self._maps[file] = memoryview(mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY))
+        return self._maps[file]
+
+
+def _span(part: Box, within: Box) -> tuple[int, int]:
+    """The range of elements of a stored box in which a part of it lies."""
+    first = last = 0
+    for chosen, length in zip(part.slices(within), within.local, strict=True):
+        first, last = first * length + chosen.start, last * length + chosen.stop - 1
+    return first, last + 1
