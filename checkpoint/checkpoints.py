@@ -178,6 +178,7 @@ class Checkpoints:
 
     def _commit(self, partial: Path, final: Path, job: _Job, reports: list[tuple[Written, Mapping]]) -> None:
         """On the coordinator: validate what the ranks report, publish it, and retire what is older."""
+        # IDEA: all have reported before one publishes, so a folder that any rank failed in never gets its name.
         for written, _ in reports:
             path = partial / written.name
             with naming(path):

@@ -14,6 +14,7 @@ from pathlib import Path
 Bytes = bytes | memoryview
 
 
+# IDEA: nothing else here changes a disk, so a log of these operations holds every state that a crash can leave.
 class Files:
     """Seven operations. Each is an OSError that names the path when it fails; nothing is on the disk before `sync`."""
 
@@ -65,9 +66,10 @@ class Files:
     def replace(self, path: Path, text: str) -> None:
         """Write a file whole or not at all: after a failure the earlier one of that name is still there."""
         partial = path.with_name(f"{path.name}.tmp")
-        self.write(partial, [text.encode()])
-        self.sync(partial)
-        self.rename(partial, path)
+        with naming(path):
+            self.write(partial, [text.encode()])
+            self.sync(partial)
+            self.rename(partial, path)
         self.sync(path.parent)
 
     def make_folders(self, path: Path) -> None:

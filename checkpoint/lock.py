@@ -34,6 +34,7 @@ def held(folder: Path) -> Iterator[None]:
     try:
         owner = _owner(descriptor)
         try:
+            # IDEA: the system lets go of a lock when its owner ends, however it ends.
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise Locked(f"{folder} belongs to {_told(owner)}: wait for it, or name another folder") from None

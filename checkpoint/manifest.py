@@ -100,4 +100,5 @@ def _piece(file: str, at: int, offset: list[int], local: list[int], hashes: list
 
 def commitment(text: str) -> str:
     """The content of COMMIT for a manifest of this content."""
+    # IDEA: one hash of the text that holds all others.
     return f"{hashlib.sha256(text.encode()).hexdigest()}  {NAME}\n"

@@ -23,6 +23,7 @@ class Storm:
 
     def turns(self, size: int) -> Iterator[range]:
         """The ranks that write together, turn by turn."""
+        # IDEA: what need not be fast takes turns.
         writers = self.writers or size
         return (range(first, min(first + writers, size)) for first in range(0, size, writers))
 

@@ -10,7 +10,8 @@ weights: a tensor here is text, and every rank that loads reads it whole.
 
 import base64
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -26,26 +27,16 @@ def encode(value: Any, where: str = "state") -> Any:
     """
     if value is None or type(value) in (bool, int, str) or (type(value) is float and math.isfinite(value)):
         return value
-    if type(value) is float:
-        return {"$float": str(value)}
     if type(value) is list:
         return [encode(item, f"{where}[{i}]") for i, item in enumerate(value)]
-    if isinstance(value, torch.Tensor):
-        local = value.detach().cpu().contiguous()
-        return {"$tensor": [dtype_name(value.dtype), list(value.shape), _text(raw(local))]}
-    if isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "biufc":
-        return {"$array": [value.dtype.str, list(value.shape), _text(np.ascontiguousarray(value).tobytes())]}
-    if isinstance(value, bytes):
-        return {"$bytes": _text(value)}
-    if isinstance(value, complex):
-        return {"$complex": [encode(value.real), encode(value.imag)]}
-    if type(value) in (tuple, set, frozenset):
-        items = value if type(value) is tuple else sorted(value, key=repr)
-        return {f"${type(value).__name__}": [encode(item, f"{where}[{i}]") for i, item in enumerate(items)]}
     if isinstance(value, Mapping):  # an OrderedDict, a defaultdict, a Counter come back as a dict
         if all(type(key) is str and not key.startswith("$") for key in value):
             return {key: encode(item, f"{where}.{key}") for key, item in value.items()}
         return {"$dict": [[encode(key, where), encode(item, f"{where}[{key!r}]")] for key, item in value.items()]}
+    # IDEA: what JSON lacks is a table with one key that no table of ours has.
+    for tag, (types, write, _) in _KINDS.items():
+        if isinstance(value, types):
+            return {tag: write(value, where)}
     raise ValueError(
         f"{where} is a {type(value).__module__}.{type(value).__qualname__}, which a checkpoint cannot hold: "
         "give its state_dict(), or plain values, tensors and arrays"
@@ -59,7 +50,7 @@ def decode(value: Any) -> Any:
     if not isinstance(value, dict):
         return value
     if len(value) == 1 and (tag := next(iter(value))).startswith("$"):
-        return _MAKE[tag](value[tag])
+        return _KINDS[tag][2](value[tag])
     return {key: decode(item) for key, item in value.items()}
 
 
@@ -67,27 +58,47 @@ def _text(data: bytes | memoryview) -> str:
     return base64.b64encode(data).decode()
 
 
-def _tensor(dtype: str, shape: list[int], text: str) -> torch.Tensor:
-    data = bytearray(base64.b64decode(text))
+def _from_tensor(value: torch.Tensor, where: str) -> list:
+    return [dtype_name(value.dtype), list(value.shape), _text(raw(value.detach().cpu().contiguous()))]
+
+
+def _to_tensor(told: list) -> torch.Tensor:
+    dtype, shape, text = told
     tensor = torch.empty(shape, dtype=DTYPES[dtype])
-    if data:
+    if data := bytearray(base64.b64decode(text)):
         tensor.view(-1).view(torch.uint8).copy_(torch.frombuffer(data, dtype=torch.uint8))
     return tensor
 
 
-def _array(dtype: str, shape: list[int], text: str) -> np.ndarray | np.generic:
+def _from_array(value: np.ndarray | np.generic, where: str) -> list:
+    if value.dtype.kind not in "biufc":
+        raise ValueError(f"{where} is an array of {value.dtype}, which a checkpoint cannot hold: give numbers")
+    return [value.dtype.str, list(value.shape), _text(np.ascontiguousarray(value).tobytes())]
+
+
+def _to_array(told: list) -> np.ndarray | np.generic:
+    dtype, shape, text = told
     array = np.frombuffer(bytearray(base64.b64decode(text)), dtype=dtype).reshape(shape)
     return array if shape else array[()]
 
 
-_MAKE = {
-    "$float": float,
-    "$tensor": lambda value: _tensor(*value),
-    "$array": lambda value: _array(*value),
-    "$bytes": base64.b64decode,
-    "$complex": lambda value: complex(*map(decode, value)),
-    "$tuple": lambda value: tuple(map(decode, value)),
-    "$set": lambda value: set(map(decode, value)),
-    "$frozenset": lambda value: frozenset(map(decode, value)),
-    "$dict": lambda value: {decode(key): decode(item) for key, item in value},
-}
+def _items(values: Iterable, where: str) -> list:
+    return [encode(item, f"{where}[{i}]") for i, item in enumerate(values)]
+
+
+_KINDS = MappingProxyType(  # tag: which values, how one is written, how it is read
+    {
+        "$tensor": (torch.Tensor, _from_tensor, _to_tensor),
+        "$array": (np.ndarray | np.generic, _from_array, _to_array),
+        "$float": (float, lambda value, where: str(value), float),  # what is not finite
+        "$complex": (
+            complex,
+            lambda value, where: _items((value.real, value.imag), where),
+            lambda told: complex(*decode(told)),
+        ),
+        "$bytes": (bytes, lambda value, where: _text(value), base64.b64decode),
+        "$tuple": (tuple, _items, lambda told: tuple(decode(told))),
+        "$set": (set, lambda value, where: _items(sorted(value, key=repr), where), lambda told: set(decode(told))),
+        "$dict": (dict, None, lambda told: {decode(key): decode(item) for key, item in told}),
+    }
+)

@@ -13,6 +13,7 @@ import torch
 
 def capture() -> dict[str, Any]:
     """The state of all generators, as small state for a checkpoint (`State.own`)."""
+    # IDEA: all generators a step may draw from, or the resumed run differs as soon as one is used.
     found = {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         found["cuda"] = torch.cuda.get_rng_state_all()
@@ -20,7 +21,7 @@ def capture() -> dict[str, Any]:
 
 
 def restore(state: dict[str, Any]) -> None:
-    """Set all generators to what they were. Raises ValueError, and sets none, where the accelerators are not as many."""
+    """Set all generators to what they were. Raises ValueError, and sets none, where accelerators are missing."""
     accelerators = state.get("cuda", [])
     if len(accelerators) > torch.cuda.device_count():
         raise ValueError(

@@ -2,7 +2,7 @@
 
 A rank maps the files that hold anything of what it wants, hashes the blocks it needs and copies out of them. So it
 reads what it needs, rounded up to whole blocks, and nothing is changed before all of it was verified: the second look
-at a page costs no read. PyTorch's counterpart: the load planner of torch.distributed.checkpoint, which verifies nothing.
+at a page costs no read. PyTorch's counterpart: the load planner of torch.distributed.checkpoint; it verifies nothing.
 """
 
 import math

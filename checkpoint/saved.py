@@ -42,10 +42,10 @@ def find(path: Path, *, group: dist.ProcessGroup, verify: bool = False, fallback
 def _choices(path: Path) -> list[Path]:
     """What is to be tried, in this order."""
     if not path.is_dir():
-        raise ValueError(f"{path} is not a folder: name a checkpoint, or the folder of a run's")
+        raise ValueError(f"{path} is not a folder: name a checkpoint, or a folder of checkpoints")
     if path.suffix in (".tmp", ".gone"):
-        raise ValueError(f"{path} is a checkpoint that was never complete or is being deleted: name another")
-    if (path / folder.COMMIT).exists() or (path / manifest.NAME).exists() or path.name.startswith("step-"):
+        raise ValueError(f"{path} is a save that did not end, or is being deleted: name another checkpoint")
+    if (path / folder.COMMIT).exists() or path.name.startswith("step-"):
         return [path]
     found = [choice for _, choice in folder.candidates(path)]
     if not found:
@@ -55,6 +55,7 @@ def _choices(path: Path) -> list[Path]:
 
 def _open(path: Path, group: dist.ProcessGroup, verify: bool) -> "Saved":
     first = group.rank() == 0
+    # IDEA: one rank looks, all others are told.
     text = gathered(lambda: folder.complete(path)[1] if first else "", group=group)[0]
     saved = Saved(path, group, manifest.parse(text))
     if verify:

@@ -60,6 +60,7 @@ def write(files: Files, path: Path, values: Values, pace: Pace) -> Written:
             told = []
             for block in blocks(raw(tensor.cpu().contiguous())):
                 pace.wait(len(block))
+                # IDEA: what is hashed is what was in memory, so a fault on the way to the disk and back is seen.
                 told.append(digest(block))
                 yield block
             hashes.append(tuple(told))

@@ -32,6 +32,7 @@ class Staging:
             copies[name] = []
             for box, tensor in boxes:
                 flat = slot[at : at + tensor.nbytes].view(tensor.dtype)
+                # IDEA: a copy, also of what is in host memory: training changes the original in place.
                 copies[name].append((box, flat.view(tensor.shape).copy_(tensor, non_blocking=True)))
                 at += _room(tensor)
         for device in {tensor.device for tensor in tensors if tensor.is_cuda}:

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from checkpoint.dtypes import DTYPES
 from checkpoint.shard import Values
 from collectives import boxed
+from collectives.agreement import together
 from collectives.boxed import VALUES
 from collectives.layout import Box
 
@@ -57,12 +57,22 @@ def restore(saved: "Saved", params: Sequence[nn.Parameter], optimizer: torch.opt
     Collective. Raises Stopped on every rank with all differences, and then nothing is changed. A parameter for which
     the checkpoint has no optimizer state has none afterwards. The optimizer's settings stay those of this run.
     """
+    targets, loaded = together(lambda: _targets(saved, params), group=saved.group)
+    saved.read(targets)
+    boxed.adopt(optimizer, loaded)
+
+
+Kept = dict[nn.Parameter, dict[str, Tensor]]
+
+
+def _targets(saved: "Saved", params: Sequence[nn.Parameter]) -> tuple[Values, Kept]:
+    """What is to be filled: the parameters as they are, and new tensors for what the optimizer will keep."""
     kinds: dict[str, list[str]] = defaultdict(list)
     for name in saved.tensors:
         kind, _, param_name = name.partition("/")
         kinds[param_name].append(kind)
     targets: dict[str, list[tuple[Box, Tensor]]] = {}
-    loaded: dict[nn.Parameter, dict[str, Tensor]] = {}
+    loaded: Kept = {}
     for param in params:
         loaded[param] = {}
         for kind in {VALUES: None, **dict.fromkeys(kinds[param.held.name])}:
@@ -71,11 +81,10 @@ def restore(saved: "Saved", params: Sequence[nn.Parameter], optimizer: torch.opt
             if kind != VALUES:
                 dtype, shape = saved.tensors[name]
                 alike = shape or not param.shape
-                tensor = torch.empty(param.shape if alike else (), dtype=DTYPES[dtype], device=param.device)
+                tensor = torch.empty(param.shape if alike else (), dtype=dtype, device=param.device)
                 loaded[param][kind] = tensor
             targets[name] = list(_pieces(param, kind, tensor))
-    saved.read(targets)
-    boxed.adopt(optimizer, loaded)
+    return targets, loaded
 
 
 def _exact(value: float) -> torch.dtype:
@@ -84,6 +93,7 @@ def _exact(value: float) -> torch.dtype:
 
 def _pieces(param: nn.Parameter, kind: str, tensor: Tensor) -> Iterator[tuple[Box, Tensor]]:
     """The boxes of a parameter's tensor, with its part in each."""
+    # IDEA: what an optimizer keeps in a parameter's shape lies where the parameter lies.
     if tensor.shape == param.shape:
         parts = tensor.view(-1).split([box.numel for box in param.held.boxes]) if param.held.boxes else ()
         for box, part in zip(param.held.boxes, parts, strict=True):

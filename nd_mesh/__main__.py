@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import NoReturn
 
 from collectives import runtime
+from collectives.agreement import Stopped
 from nd_mesh import config, data, folder, loop, metrics
-from nd_mesh.agreement import Stopped
 
 
 class Parser(argparse.ArgumentParser):

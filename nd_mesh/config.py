@@ -107,6 +107,18 @@ class ParallelConfig(_Strict):
 
 
 @dataclass(frozen=True)
+class CheckpointConfig(_Strict):
+    """How checkpoints are written, and which of them stay (checkpoint/). When: train.save_every."""
+
+    asynchronous: bool = False  # written behind the steps that follow, from a copy in host memory
+    keep_last: int = 0  # how many stay; 0: all
+    keep_every: int = 0  # of those that would go, the ones at a multiple of so many steps stay
+    writers: int = 0  # ranks that write at a time; 0: all
+    bandwidth: int = 0  # MB a second that all ranks together write at most; 0: no bound
+    fallback: bool = False  # resume from an earlier checkpoint where the newest is damaged
+
+
+@dataclass(frozen=True)
 class WatchConfig(_Strict):
     """Who watches what the ranks say to each other (collectives/watch.py)."""
 
@@ -124,6 +136,7 @@ class Config(_Strict):
     data: DataConfig = field(default_factory=DataConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     watch: WatchConfig = field(default_factory=WatchConfig)
 
 
@@ -188,6 +201,7 @@ RECOMPUTED = ("block", "attend_norm", "q", "k", "v", "attend", "o", "attend_drop
 _NOT_NEGATIVE = (
     *("train.lr", "train.warmup", "train.min_lr", "train.weight_decay"),
     *("train.clip", "train.evaluate_every", "train.save_every", "train.sample", "parallel.prefetch"),
+    *("checkpoint.keep_last", "checkpoint.keep_every", "checkpoint.writers", "checkpoint.bandwidth"),
 )
 
 
@@ -240,6 +254,8 @@ def _strategy_mistakes(config: Config) -> Iterator[str]:
         yield "parallel.recompute has a block and parts of it: use block alone, or leave it out"
     if len(set(parallel.recompute)) < len(parallel.recompute):
         yield f"parallel.recompute={list(parallel.recompute)} has a name twice"
+    if config.checkpoint.keep_every and not config.checkpoint.keep_last:
+        yield "checkpoint.keep_every needs checkpoint.keep_last: without it all checkpoints stay"
 
 
 def _model_mistakes(model: ModelConfig) -> Iterator[str]:

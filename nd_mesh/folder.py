@@ -1,13 +1,12 @@
 """The folder of a run: who may write into it, and how nothing that an earlier run wrote is lost."""
 
-import contextlib
-import fcntl
 import json
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
-from nd_mesh import durable, saved
+from checkpoint import lock
+from checkpoint.files import Files, free_name, naming
+from checkpoint.folder import candidates
 from nd_mesh.config import ConfigError
 
 
@@ -26,35 +25,14 @@ def check(out: Path) -> None:
         raise ConfigError(f"train.out={out} cannot be written: {written} is not a folder that we may change")
 
 
-@contextlib.contextmanager
-def held(out: Path) -> Iterator[None]:
-    """Meanwhile this process alone writes into the run's folder `out`, wherever it is moved. Raises ConfigError if
-    another does. The lock is the system's, so a job that was killed holds none; where there are no locks, nobody does.
-    """
-    descriptor = os.open(out, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(descriptor)
-        raise ConfigError(
-            f"train.out={out} belongs to a run that has not ended (its manifest.json says which): wait for it, or name "
-            "another folder"
-        ) from None
-    except OSError:
-        pass
-    try:
-        yield
-    finally:
-        os.close(descriptor)
-
-
 def begin(out: Path) -> None:
     """Make the folder of a new run. An earlier run's is moved aside, to out.1, out.2, …, if that run has ended."""
-    with durable.naming(out):
-        if (out / "metrics.jsonl").exists():
-            with held(out):
-                out.rename(durable.free_name(out))
+    if (out / "metrics.jsonl").exists():
+        with lock.held(out):
+            Files().rename(out, free_name(out))
+    with naming(out):
         out.mkdir(parents=True, exist_ok=True)
+        (out / "metrics.jsonl").touch()  # the mark of a run's folder, so it is there first
 
 
 def go_on(out: Path, step: int) -> None:
@@ -64,17 +42,16 @@ def go_on(out: Path, step: int) -> None:
     """
     lines = (out / "metrics.jsonl").read_bytes().splitlines(keepends=True)
     kept = next((i for i, line in enumerate(lines) if not _is_until(line, step)), len(lines))
-    later = [path for saved_step, path in saved.candidates(out) if saved_step > step]
+    later = [path for saved_step, path in candidates(out) if saved_step > step]
     manifest = out / "manifest.json"
-    tail = durable.free_name(out / "tail")
-    with durable.naming(tail):
-        tail.mkdir()
-        (tail / "metrics.jsonl").write_bytes(b"".join(lines[kept:]))
-        for path in [*later, *([manifest] if manifest.exists() else [])]:
-            path.rename(tail / path.name)
-    durable.sync(tail / "metrics.jsonl")
-    durable.sync(tail)
-    durable.write(out / "metrics.jsonl", b"".join(lines[:kept]).decode())
+    files, tail = Files(), free_name(out / "tail")
+    files.make_folder(tail)
+    files.write(tail / "metrics.jsonl", lines[kept:])
+    files.sync(tail / "metrics.jsonl")
+    for path in [*later, *([manifest] if manifest.exists() else [])]:
+        files.rename(path, tail / path.name)
+    files.sync(tail)
+    files.replace(out / "metrics.jsonl", b"".join(lines[:kept]).decode())
 
 
 def _is_until(line: bytes, step: int) -> bool:

@@ -7,13 +7,14 @@ import shutil
 import time
 from pathlib import Path
 
+from checkpoint import Checkpoints, Saved
+from collectives.agreement import Stopped, agree, together
 from collectives.checked import Checked
 from collectives.journal import Journal
 from collectives.ledger import Ledger
 from collectives.runtime import Runtime
 from collectives.watch import Watcher, watching
-from nd_mesh import data, manifest, metrics, saved
-from nd_mesh.agreement import Stopped, agree, attempt
+from nd_mesh import data, folder, metrics
 from nd_mesh.config import Config
 from nd_mesh.mesh import AXES
 from nd_mesh.sample import generate
@@ -29,14 +30,19 @@ def train(config: Config, training: data.Stream, validation: data.Stream, run: R
     out, resumed = Path(config.train.out), None
     if config.train.resume:
         resumed = _resumed(trainer)
+    # A run resumed from a checkpoint in its own folder goes on in it, any other has a new one.
+    going_on = resumed is not None and resumed.path.parent.resolve() == out.resolve()
     first = resumed.step if resumed else 0
     report = metrics.Report(out, config.train.steps, first=first, shown=run.rank == 0)
-    attempt(lambda: _open(report, trainer, resumed) if run.rank == 0 else None, run)
-    for line in (*describe(trainer), *([f"resumed from {resumed.path}"] if resumed else []), metrics.COLUMNS):
-        report.say(line)
-    ledger = Ledger()
-    with watching(*_watchers(config, run), *([ledger] if config.watch.ledger else [])):
-        _steps(trainer, report, first)
+    together(lambda: folder.begin(out) if run.rank == 0 and not going_on else None, group=run.world)
+    with trainer.checkpoints(out, report.say) as checkpoints:
+        checkpoints.own()
+        together(lambda: report.open(trainer.about, going_on=going_on) if run.rank == 0 else None, group=run.world)
+        for line in (*describe(trainer), *([f"resumed from {resumed.path}"] if resumed else []), metrics.COLUMNS):
+            report.say(line)
+        ledger = Ledger()
+        with watching(*_watchers(config, run), *([ledger] if config.watch.ledger else [])):
+            _steps(trainer, report, checkpoints, first)
     if config.watch.ledger:
         report.say(ledger.table())
     if trainer.recomputed.reruns:
@@ -49,43 +55,37 @@ def train(config: Config, training: data.Stream, validation: data.Stream, run: R
         tokens = generate(trainer.model, prompt, config.train.sample, seed=config.train.seed, **settings)
         report.sample(bytes(tokens).decode(errors="replace"))
     report.close()
-    agree(report.failure, run)
+    agree(report.failure, run.device, group=run.world)
 
 
-def _resumed(trainer: Trainer) -> saved.Checkpoint:
-    checkpoint, steps = trainer.resume(Path(trainer.config.train.resume)), trainer.config.train.steps
-    if checkpoint.step >= steps:
-        raise Stopped(f"{checkpoint.path} is at step {checkpoint.step} of train.steps={steps}: raise train.steps")
-    return checkpoint
-
-
-def _open(report: metrics.Report, trainer: Trainer, resumed: saved.Checkpoint | None) -> None:
-    """On rank 0. A run resumed from a checkpoint in its own folder goes on in it, any other has a new one."""
-    facts = manifest.of(trainer.config, trainer.run, trainer.data_hash)
-    report.open(facts, going_on=resumed is not None and resumed.path.parent.resolve() == report.out.resolve())
+def _resumed(trainer: Trainer) -> Saved:
+    found, steps = trainer.resume(Path(trainer.config.train.resume)), trainer.config.train.steps
+    if found.step >= steps:
+        raise Stopped(f"{found.path} is at step {found.step} of train.steps={steps}: raise train.steps")
+    return found
 
 
 def _watchers(config: Config, run: Runtime) -> list[Watcher]:
     """Those that the config asks for, from the first step on."""
-    folder = Path(config.train.out) / "journal"
+    journal = Path(config.train.out) / "journal"
     journals = []
     if config.watch.journal:
-        attempt(lambda: shutil.rmtree(folder, ignore_errors=True) if run.rank == 0 else None, run)
-        attempt(lambda: journals.append(Journal(folder, run.rank)), run)
+        together(lambda: shutil.rmtree(journal, ignore_errors=True) if run.rank == 0 else None, group=run.world)
+        journals = [together(lambda: Journal(journal, run.rank), group=run.world)]
     checked = [Checked(run, min(30.0, config.train.timeout))] if config.watch.checked else []
     return [*journals, *checked]  # the journal first, so that it shows who waits in a check
 
 
-def _steps(trainer: Trainer, report: metrics.Report, first: int) -> None:
+def _steps(trainer: Trainer, report: metrics.Report, checkpoints: Checkpoints, first: int) -> None:
     """Steps first+1 … of the run, each with what is due after it: a record, an evaluation, a checkpoint."""
-    train, out, began = trainer.config.train, Path(trainer.config.train.out), time.perf_counter()
+    train, began = trainer.config.train, time.perf_counter()
     for step in range(first, train.steps):
         report.step(record := trainer.step(step))
         if _due(train.evaluate_every, record.step) or record.step == train.steps:
             report.evaluation(record.step, trainer.evaluate())
-        agree(report.failure, trainer.run)
+        agree(report.failure, trainer.run.device, group=trainer.run.world)
         if train.save_every and (_due(train.save_every, record.step) or record.step == train.steps):
-            report.say(f"saved {trainer.save(out, record.step)}")
+            trainer.save(checkpoints, record.step)
     report.say(f"trained for {time.perf_counter() - began:.0f} s, evaluation included")
 
 

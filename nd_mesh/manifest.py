@@ -18,8 +18,8 @@ from nd_mesh.data import Stream
 from nd_mesh.mesh import Grid
 
 
-def of(config: Config, run: Runtime, data: str) -> dict[str, Any]:
-    """The content of manifest.json; `data` is the hash of the data."""
+def of(config: Config, run: Runtime, *streams: Stream) -> dict[str, Any]:
+    """The content of manifest.json, and what a checkpoint tells of its run."""
     return {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "world": run.size,
@@ -27,7 +27,7 @@ def of(config: Config, run: Runtime, data: str) -> dict[str, Any]:
         "device": run.device.type,
         "ranks": {rank: Grid(config.mesh).coordinates(rank) for rank in range(run.size)},
         "commit": code_commit(Path(__file__).parent.parent),
-        "data": data,
+        "data": data_hash(*streams),
         "versions": versions(),
         "config": asdict(config),
     }

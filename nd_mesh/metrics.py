@@ -4,7 +4,6 @@ bigram baseline.
 
 import contextlib
 import json
-import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -12,7 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from nd_mesh import agreement, durable, folder
+from checkpoint.files import Files, naming
+from collectives import agreement
+from nd_mesh import folder
 from nd_mesh.data import Stream
 
 
@@ -52,21 +53,15 @@ class Report:
         )
         self.task = self.progress.add_task("", total=steps)
         self.seconds = 0.0
-        self.held = contextlib.ExitStack()  # the folder; given back at the end, however the run ends
-        weakref.finalize(self, self.held.close)
 
     def open(self, manifest: dict[str, Any], *, going_on: bool) -> None:
-        """On rank 0: make the folder, or go on in it after step `first`, and write what the run is. Raises OSError, and
-        ConfigError if another run writes into the folder.
+        """On rank 0, which has the folder: write what the run is; go on after step `first`, or begin.
+
+        Raises OSError.
         """
-        if not going_on:
-            folder.begin(self.out)
-        self.held.enter_context(folder.held(self.out))
         if going_on:
             folder.go_on(self.out, self.first)
-        with durable.naming(self.out / "metrics.jsonl"):
-            (self.out / "metrics.jsonl").touch()  # the mark of a run's folder, so it is there first
-        durable.write(self.out / "manifest.json", json.dumps(manifest, indent=1))
+        Files().replace(self.out / "manifest.json", json.dumps(manifest, indent=1))
 
     def say(self, text: str) -> None:
         """A line that stays."""
@@ -103,8 +98,7 @@ class Report:
                 path.write_text(text)
 
     def close(self) -> None:
-        """Draw the curve where matplotlib is installed, and give the folder back."""
-        self.held.close()
+        """Draw the curve where matplotlib is installed."""
         if not self.shown:
             return
         try:
@@ -120,7 +114,7 @@ class Report:
     @contextlib.contextmanager
     def _noting(self, path: Path) -> Iterator[Path]:
         try:
-            with durable.naming(path):
+            with naming(path):
                 yield path
         except OSError as error:
             self.failure = self.failure or agreement.words(error)

@@ -6,23 +6,35 @@ lie on each other. The run around the steps is in loop.py.
 """
 
 import contextlib
+import functools
 import math
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from checkpoint import Checkpoints, Keep, Saved, State, Storm, find, restore, training
 from collectives import comm
+from collectives.agreement import together
 from collectives.norm import clip, grad_norm
 from collectives.runtime import Runtime
-from nd_mesh import data, manifest, saved, state
-from nd_mesh.config import Config, TrainConfig
+from nd_mesh import data, manifest
+from nd_mesh.config import Config, ConfigError, TrainConfig
 from nd_mesh.mesh import Mesh
 from nd_mesh.metrics import Record
 from nd_mesh.model import GPT, IGNORE
 from nd_mesh.parallelize import parallelize
+
+FIXED = (
+    "data.context",
+    "train.batch",
+    "train.seed",
+    "train.optimizer",
+    "train.dtype",
+)  # in a resume; and all of [model]
 
 
 def learning_rate(train: TrainConfig, step: int) -> float:
@@ -43,7 +55,14 @@ class Trainer:
             self.model = GPT(config.model, config.train.seed).to(getattr(torch, config.train.dtype))
         self.handle, self.recomputed = parallelize(self.model, config, self.mesh, run.device)
         self.optimizer = self._make_optimizer()
-        self.data_hash = manifest.data_hash(train, validation) if run.rank == 0 else ""  # rank 0 writes and compares it
+        self.tokens = 0  # valid ones consumed so far
+        self.metrics: dict[str, float] = {}  # of the last step
+
+    @functools.cached_property
+    def about(self) -> dict[str, Any]:
+        """What the run is. Rank 0 writes it and compares it; it reads all of the data."""
+        streams = self.train_stream, self.validation_stream
+        return manifest.of(self.config, self.run, *streams) if self.run.rank == 0 else {}
 
     def _make_optimizer(self) -> torch.optim.Optimizer:
         train, params = self.config.train, self.handle.parameters()
@@ -87,7 +106,8 @@ class Trainer:
         busy = time.perf_counter() - began
         self.handle.finish()
         comm.all_reduce(total, group=self.mesh.group("data"), ordered=True)
-        return total.item(), int(count), busy
+        self.metrics["loss"] = total.item()
+        return self.metrics["loss"], int(count), busy
 
     def microbatches(self, step: int) -> list[data.Batch]:
         """This rank's microbatches of global batch `step`, on its device."""
@@ -111,6 +131,8 @@ class Trainer:
                 group["lr"] = lr
             self.optimizer.step()
             self.handle.after_step()
+        self.tokens += count
+        self.metrics |= {"grad_norm": norm.item(), "lr": lr}
         return norm.item(), lr
 
     @torch.no_grad()
@@ -131,19 +153,59 @@ class Trainer:
         self.model.train()
         return (total[0] / total[1].clamp(min=1)).item()
 
-    def save(self, folder: Path, step: int) -> Path:
-        """Write a checkpoint of the state after `step` steps into `folder`; returns its path. Between two steps."""
-        return state.save(folder, self.handle.parameters(), self.optimizer, self._about(step), self.run)
+    def checkpoints(self, folder: Path, log: Callable[[str], object] = lambda line: None) -> Checkpoints:
+        """Those of this run, in a folder."""
+        chosen, run = self.config.checkpoint, self.run
+        return Checkpoints(
+            folder,
+            run.world,
+            writer_group=run.new_group(range(run.size), label="checkpoint", backend="gloo"),
+            keep=Keep(chosen.keep_last, chosen.keep_every),
+            storm=Storm(chosen.writers, chosen.bandwidth * 10**6),
+            about=self.about,
+            log=log,
+        )
 
-    def resume(self, path: Path) -> saved.Checkpoint:
-        """Take the state of a checkpoint, or of the latest complete one of a run's folder; returns which it is."""
-        checkpoint = state.resume(path, self.handle.parameters(), self.optimizer, self._about(0), self.run)
+    def save(self, checkpoints: Checkpoints, step: int) -> None:
+        """Make a checkpoint of the state after `step` steps, or begin to. Between two steps.
+
+        Step k reads global batch k, so the step is the data cursor too. Of random state there is none: every draw is a
+        function of seed, step and place.
+        """
+        samples = step * self.config.train.batch
+        consumed = {"step": step, "data_cursor": step, "samples": samples, "tokens": self.tokens}
+        state = State(training(self.handle.parameters(), self.optimizer), consumed | {"metrics": self.metrics})
+        (checkpoints.save_async if self.config.checkpoint.asynchronous else checkpoints.save)(step, state)
+
+    def resume(self, path: Path) -> Saved:
+        """Take the state of a checkpoint, or of the newest in a run's folder, whatever mesh wrote it; returns which.
+
+        Raises Stopped on every rank, and nothing is changed, for one that is damaged, or of another run.
+        """
+        found = find(path, group=self.run.world, fallback=self.config.checkpoint.fallback)
+        together(lambda: self._check_same_run(found) if self.run.rank == 0 else None, group=self.run.world)
+        restore(found, self.handle.parameters(), self.optimizer)
         self.handle.after_load()
-        return checkpoint
+        self.tokens, self.metrics = found.shared["tokens"], found.shared["metrics"]
+        return found
 
-    def _about(self, step: int) -> dict[str, Any]:
-        """What a checkpoint tells of its run. Step k reads global batch k, so the step is the data cursor too."""
-        return {"step": step, "data_cursor": step, "data": self.data_hash, "config": asdict(self.config)}
+    def _check_same_run(self, found: Saved) -> None:
+        """Raise ConfigError unless a checkpoint is of the same function of the same data."""
+        before, now = found.manifest.about, self.about
+        if lacks := {"config", "data"} - before.keys():
+            raise ConfigError(f"the checkpoint {found.path} is not of a run: it does not tell its {', '.join(lacks)}")
+        defaults = asdict(Config())  # what a setting was that is newer than the checkpoint
+        tables = {name: {**defaults.get(name, {}), **settings} for name, settings in before["config"].items()}
+        names = (*(f"model.{key}" for key in now["config"]["model"]), *FIXED)
+        pairs = {
+            name: [side[table][key] for side in (tables, now["config"])]
+            for name in names
+            for table, key in [name.split(".")]
+        }
+        pairs["the data's hash"] = [before["data"], now["data"]]
+        different = [f"{name} was {old}, is {new}" for name, (old, new) in pairs.items() if old != new]
+        if different:
+            raise ConfigError(f"the checkpoint {found.path} is of another run: {'; '.join(different)}")
 
     def _over_ranks(self, seconds: float) -> tuple[float, float]:
         mine = torch.tensor([seconds], dtype=torch.float64, device=self.run.device)

@@ -177,7 +177,8 @@ def train(
     initial = parameters(trainer)
     done = [one_step(trainer, step, equal_bits) for step in range(steps)]
     if save:
-        trainer.save(save, steps)
+        with trainer.checkpoints(save) as checkpoints:
+            trainer.save(checkpoints, steps)
     return initial, done
 
 

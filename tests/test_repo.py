@@ -111,8 +111,12 @@ import rich  # BAD
 from torch.utils import tensorboard  # BAD
 def f():
     import matplotlib.pyplot
+@ third_party checkpoint/shard.py
+import xxhash
+import safetensors  # BAD
 @ third_party nd_mesh/train.py
-import safetensors, rich
+import rich
+import xxhash  # BAD
 import pydantic  # BAD
 import matplotlib  # BAD
 @ third_party nd_mesh/config.py

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from nd_mesh import folder, metrics
-from nd_mesh.config import ConfigError
+from checkpoint import lock
+from nd_mesh import folder
 
 
 def run_folder(out, steps, torn=b""):
@@ -39,15 +39,12 @@ def test_again(tmp_path):
     assert b"".join(kept) == records and kept[0].count(b"\n") == 2
 
 
-@pytest.mark.parametrize("going_on", [False, True])
-def test_two_runs_in_one_folder_are_refused(tmp_path, going_on):
-    """T131: the second neither moves the first's folder aside nor writes into it; when the first has gone it may."""
-    first, second = (metrics.Report(tmp_path / "run", 9, shown=True) for _ in range(2))
-    first.open({}, going_on=False)
-    with pytest.raises(ConfigError, match="belongs to a run that has not ended"):
-        second.open({}, going_on=going_on)
-    assert [path.name for path in tmp_path.iterdir()] == ["run"]
-    del first  # as when it failed; a killed one too
-    second.open({}, going_on=going_on)
-    with pytest.raises(ConfigError, match="belongs to a run"):
-        metrics.Report(tmp_path / "run", 9, shown=True).open({}, going_on=False)
+def test_two_runs_in_one_folder_are_refused(tmp_path):
+    """T131: the second does not move the first's folder aside; when the first has ended it does."""
+    folder.begin(tmp_path / "run")
+    with lock.held(tmp_path / "run"):
+        with pytest.raises(lock.Locked, match="belongs to a job that has not ended, process"):
+            folder.begin(tmp_path / "run")
+        assert [path.name for path in tmp_path.iterdir()] == ["run"]
+    folder.begin(tmp_path / "run")
+    assert {path.name for path in tmp_path.iterdir()} == {"run", "run.1"}

@@ -8,7 +8,7 @@ import numpy as np
 
 from nd_mesh import loop, manifest
 from nd_mesh.config import validated
-from tests.nd_mesh.test_state import config, stream
+from tests.nd_mesh.runs import config, stream
 
 
 def write_a_manifest(run, cfg):
