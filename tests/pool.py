@@ -52,7 +52,7 @@ class Pool:
 
     def __init__(self) -> None:
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["torch", "numpy", "einops", "pytest", __name__])
+        self._context.set_forkserver_preload(["torch", "torch._dynamo", "numpy", "einops", "pytest", __name__])
         self._folder = tempfile.TemporaryDirectory(prefix="pool-")
         self._sets: dict[int, WorkerSet] = {}
 
