@@ -26,7 +26,7 @@ from typing import Any
 import torch.distributed as dist
 
 from checkpoint import folder, lock, manifest, plain, plan, saved, shard
-from checkpoint.dtypes import dtype_name
+from checkpoint.dtypes import DTYPES
 from checkpoint.files import Files, naming
 from checkpoint.folder import Keep
 from checkpoint.manifest import Manifest
@@ -237,13 +237,16 @@ def _described(step: int, state: State) -> tuple[dict[str, Held], dict[str, Any]
         raise ValueError(f"step {step!r} must be a number of steps, 0 or more")
     held = {}
     for name, boxes in state.tensors.items():
-        [kind] = {(tensor.dtype, box.shape) for box, tensor in boxes} or {(None, None)}
+        kinds = {(tensor.dtype, box.shape) for box, tensor in boxes}
+        if len(kinds) > 1:
+            raise ValueError(f"{name}: its boxes are of different tensors: {sorted(map(str, kinds))}")
+        for dtype, shape in kinds:
+            if dtype not in DTYPES.values():
+                raise ValueError(f"{name} is a tensor of {dtype}, which a checkpoint cannot hold")
+            held[name] = Held(dtype, shape, tuple(box for box, _ in boxes))
         for box, tensor in boxes:
             if tuple(tensor.shape) != box.local:
                 raise ValueError(f"{name}: the box {list(box.local)} comes with values of shape {list(tensor.shape)}")
-        if boxes:
-            dtype_name(kind[0])
-            held[name] = Held(*kind, tuple(box for box, _ in boxes))
     shared = {key: plain.encode(value, f"shared[{key!r}]") for key, value in state.shared.items()}
     own = {key: plain.encode(value, f"own[{key!r}]") for key, value in state.own.items()}
     digests = {key: hashlib.sha256(json.dumps(value).encode()).hexdigest() for key, value in shared.items()}

@@ -59,6 +59,8 @@ def _text(data: bytes | memoryview) -> str:
 
 
 def _from_tensor(value: torch.Tensor, where: str) -> list:
+    if value.dtype not in DTYPES.values():
+        raise ValueError(f"{where} is a tensor of {value.dtype}, which a checkpoint cannot hold")
     return [dtype_name(value.dtype), list(value.shape), _text(raw(value.detach().cpu().contiguous()))]
 
 
@@ -73,13 +75,14 @@ def _to_tensor(told: list) -> torch.Tensor:
 def _from_array(value: np.ndarray | np.generic, where: str) -> list:
     if value.dtype.kind not in "biufc":
         raise ValueError(f"{where} is an array of {value.dtype}, which a checkpoint cannot hold: give numbers")
-    return [value.dtype.str, list(value.shape), _text(np.ascontiguousarray(value).tobytes())]
+    shape = list(value.shape) if isinstance(value, np.ndarray) else None
+    return [value.dtype.str, shape, _text(np.ascontiguousarray(value).tobytes())]
 
 
 def _to_array(told: list) -> np.ndarray | np.generic:
     dtype, shape, text = told
-    array = np.frombuffer(bytearray(base64.b64decode(text)), dtype=dtype).reshape(shape)
-    return array if shape else array[()]
+    array = np.frombuffer(bytearray(base64.b64decode(text)), dtype=dtype)
+    return array[0] if shape is None else array.reshape(shape)
 
 
 def _items(values: Iterable, where: str) -> list:

@@ -40,7 +40,7 @@ def deal(held: Sequence[Description]) -> list[Share]:
     for rank, description in enumerate(held):
         for name, tensor in description.items():
             for box in tensor.boxes:
-                if box.numel or box == Box.whole(tensor.shape):  # a tensor without elements is written as well
+                if box.numel or not math.prod(tensor.shape):  # a tensor without elements is written as well
                     holders[name, box].append(rank)
     dtypes = {name: tensor.dtype for description in held for name, tensor in description.items()}
 
@@ -102,10 +102,12 @@ def coverage(name: str, shape: tuple[int, ...], boxes: Sequence[Box] | set[Box])
     inside = [box for box in boxes if box.numel]
     if outside := [box for box in inside if box.shape != shape or not _within(box)]:
         return [f"{name}: {_told(outside[0])} is no part of {list(shape)}"]
-    inside.sort(key=lambda box: box.offset)
+    # Along the dim of most cuts a box has few neighbours, and only those can overlap.
+    dim = max(range(len(shape)), key=lambda dim: len({box.offset[dim] for box in inside}), default=None)
+    inside.sort(key=lambda box: box.offset[dim:])
     for i, box in enumerate(inside):
         for other in inside[i + 1 :]:
-            if box.offset and other.offset[0] >= box.offset[0] + box.local[0]:
+            if dim is not None and other.offset[dim] >= box.offset[dim] + box.local[dim]:
                 break  # and so does every later one
             if box.intersect(other):
                 return [f"{name}: {_told(box)} and {_told(other)} overlap"]

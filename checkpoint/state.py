@@ -51,14 +51,16 @@ def training(params: Sequence[nn.Parameter], optimizer: torch.optim.Optimizer) -
     return found
 
 
-def restore(saved: "Saved", params: Sequence[nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
+def restore(
+    saved: "Saved", params: Sequence[nn.Parameter], optimizer: torch.optim.Optimizer, more: Values | None = None
+) -> None:
     """Give parameters and optimizer what they hold of a checkpoint; the handle's `after_load` comes after it.
 
-    Collective. Raises Stopped on every rank with all differences, and then nothing is changed. A parameter for which
+    more: further tensors that were saved beside them, to be filled. Collective. Raises Stopped on every rank with all differences, and then nothing is changed. A parameter for which
     the checkpoint has no optimizer state has none afterwards. The optimizer's settings stay those of this run.
     """
     targets, loaded = together(lambda: _targets(saved, params), group=saved.group)
-    saved.read(targets)
+    saved.read({**targets, **(more or {})})
     boxed.adopt(optimizer, loaded)
 
 
@@ -83,7 +85,9 @@ def _targets(saved: "Saved", params: Sequence[nn.Parameter]) -> tuple[Values, Ke
                 alike = shape or not param.shape
                 tensor = torch.empty(param.shape if alike else (), dtype=dtype, device=param.device)
                 loaded[param][kind] = tensor
-            targets[name] = list(_pieces(param, kind, tensor))
+            pieces = list(_pieces(param, kind, tensor))
+            if pieces or name in saved.tensors:  # one without elements may lie nowhere
+                targets[name] = pieces
     return targets, loaded
 
 
