@@ -56,8 +56,9 @@ def restore(
 ) -> None:
     """Give parameters and optimizer what they hold of a checkpoint; the handle's `after_load` comes after it.
 
-    more: further tensors that were saved beside them, to be filled. Collective. Raises Stopped on every rank with all differences, and then nothing is changed. A parameter for which
-    the checkpoint has no optimizer state has none afterwards. The optimizer's settings stay those of this run.
+    more: further tensors that were saved beside them, to be filled. Collective. Raises Stopped on every rank with all
+    differences, and then nothing is changed. A parameter for which the checkpoint has no optimizer state has none
+    afterwards. The optimizer's settings stay those of this run.
     """
     targets, loaded = together(lambda: _targets(saved, params), group=saved.group)
     saved.read({**targets, **(more or {})})

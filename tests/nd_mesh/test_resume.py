@@ -16,7 +16,7 @@ from checkpoint.folder import candidates
 from collectives.agreement import Stopped
 from collectives.runtime import Runtime
 from nd_mesh import loop, metrics
-from nd_mesh.config import Config, DataConfig
+from nd_mesh.config import CheckpointConfig, Config, DataConfig
 from nd_mesh.train import Trainer, learning_rate
 from tests import jobs
 from tests.nd_mesh.runs import MODEL, config, equal, everything, records, run_until, save, stream, trainer, values
@@ -78,6 +78,39 @@ def test_a_run_cut_off_goes_on_in_its_folder(pool, tmp_path):
 
     done = replace(cut, train=replace(cut.train, resume=cut.train.out))
     assert "is at step 10 of train.steps=10: raise train.steps" in pool.run(2, run_until, done, None)[1]
+
+
+# -- written behind the steps, and thinned out -------------------------------------------------------------------------
+
+
+def test_written_behind(pool, tmp_path):
+    """The same checkpoints as when training waits for each; those that stay are as asked for."""
+    asynchronous = CheckpointConfig(asynchronous=True, keep_last=2, keep_every=4, writers=1)
+    behind = config(2, asynchronous, out=str(tmp_path / "behind"), save_every=1)
+    waited = config(2, out=str(tmp_path / "waited"), save_every=1)
+    for cfg in (behind, waited):
+        assert pool.run(2, run_until, cfg, None) == ["done"] * 2
+    assert [step for step, _ in candidates(tmp_path / "behind")] == [10, 9, 8, 4]
+    for step in ("step-000004", "step-000009", "step-000010"):
+        assert equal(values(tmp_path / "behind" / step), values(tmp_path / "waited" / step))
+    assert records(tmp_path / "behind") == records(tmp_path / "waited")
+
+
+def test_a_damaged_one(pool, tmp_path):
+    """Refused, with the file; a run that may fall back goes on from the one before, to the same end."""
+    cut = config(2, out=str(tmp_path / "cut"), save_every=2)
+    assert pool.run(2, run_until, cut, None) == ["done"] * 2
+    whole = records(tmp_path / "cut")
+    file = tmp_path / "cut" / "step-000010" / "rank-1.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    again = replace(cut, train=replace(cut.train, resume=cut.train.out))
+    told = pool.run(2, run_until, again, None)
+    assert told[0] == told[1] and f"{file} is damaged" in told[0], told
+    falling_back = replace(again, checkpoint=CheckpointConfig(fallback=True))
+    assert pool.run(2, run_until, falling_back, None) == ["done"] * 2
+    assert records(tmp_path / "cut") == whole
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------
