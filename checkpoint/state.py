@@ -39,6 +39,7 @@ def training(params: Sequence[nn.Parameter], optimizer: torch.optim.Optimizer) -
 
     params: declared; a handle's. Raises ValueError for a state that is neither a number nor of its parameter's shape.
     """
+    _check_declared(params)
     found: dict[str, list[tuple[Box, Tensor]]] = {}
     for param in params:
         for kind, value in {VALUES: param.detach(), **optimizer.state.get(param, {})}.items():
@@ -70,6 +71,7 @@ Kept = dict[nn.Parameter, dict[str, Tensor]]
 
 def _targets(saved: "Saved", params: Sequence[nn.Parameter]) -> tuple[Values, Kept]:
     """What is to be filled: the parameters as they are, and new tensors for what the optimizer will keep."""
+    _check_declared(params)
     kinds: dict[str, list[str]] = defaultdict(list)
     for name in saved.tensors:
         kind, _, param_name = name.partition("/")
@@ -90,6 +92,13 @@ def _targets(saved: "Saved", params: Sequence[nn.Parameter]) -> tuple[Values, Ke
             if pieces or name in saved.tensors:  # one without elements may lie nowhere
                 targets[name] = pieces
     return targets, loaded
+
+
+def _check_declared(params: Sequence[nn.Parameter]) -> None:
+    if undeclared := [tuple(param.shape) for param in params if not hasattr(param, "held")]:
+        raise ValueError(
+            f"parameters of shapes {undeclared} do not say what they are: call layout.declare on the whole module"
+        )
 
 
 def _exact(value: float) -> torch.dtype:

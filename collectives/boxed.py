@@ -76,6 +76,10 @@ def adopt(optimizer: torch.optim.Optimizer, kept: Mapping[nn.Parameter, Mapping[
     order = [param for group in optimizer.param_groups for param in group["params"]]
     state = {i: dict(kept[param]) for i, param in enumerate(order) if kept.get(param)}
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+    if type(optimizer).load_state_dict is torch.optim.Optimizer.load_state_dict:  # it casts to the parameter's dtype
+        for i, param in enumerate(order):
+            cast = optimizer.state.get(param, {})
+            cast.update({kind: value for kind, value in state.get(i, {}).items() if cast[kind].dtype != value.dtype})
 
 
 def _kinds_of(param: nn.Parameter, state: State, wrong: list[str]) -> dict[str, Tensor]:
