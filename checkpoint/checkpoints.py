@@ -130,7 +130,8 @@ class Checkpoints:
         failed = any(save.done() and save.exception() for save in self._pending)
         if self._pending and any(comm.all_gather_object(failed, group=self.group)):
             pending, self._pending = self._pending, []
-            raise next(error for error in [save.exception() for save in pending] if error)
+            errors = [error for save in pending if (error := save.exception())]
+            raise errors[0] if errors else Stopped("an asynchronous save failed on another rank")
         while len(self._pending) > most:
             self._pending.pop(0).result()
 
@@ -223,12 +224,10 @@ class Checkpoints:
         try:
             if error is None:
                 self.wait()
-            elif isinstance(error, Stopped):  # raised on every rank, so all of them end what is under way
-                for save in self._pending:
-                    save.exception()
         finally:
-            self._thread.shutdown(wait=False, cancel_futures=True)
-            self._owned.close()
+            self._thread.submit(self._owned.close)  # after what is still being written
+            # What is Stopped is so on every rank, and all end what is under way; after another error peers may be gone.
+            self._thread.shutdown(wait=error is None or isinstance(error, Stopped))
 
 
 def _described(step: int, state: State) -> tuple[dict[str, Held], dict[str, Any], bytes]:
