@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from checkpoint.dtypes import DTYPES
 from checkpoint.shard import Values
 from collectives import boxed
 from collectives.boxed import VALUES
@@ -71,7 +70,7 @@ def restore(saved: "Saved", params: Sequence[nn.Parameter], optimizer: torch.opt
             if kind != VALUES:
                 dtype, shape = saved.tensors[name]
                 alike = shape or not param.shape
-                tensor = torch.empty(param.shape if alike else (), dtype=DTYPES[dtype], device=param.device)
+                tensor = torch.empty(param.shape if alike else (), dtype=dtype, device=param.device)
                 loaded[param][kind] = tensor
             targets[name] = list(_pieces(param, kind, tensor))
     saved.read(targets)
