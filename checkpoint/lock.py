@@ -51,6 +51,20 @@ def held(folder: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
+def holder(folder: Path) -> str:
+    """Whose the folder is now, in words; "" if nobody's. For people: only `held` decides."""
+    path = folder / NAME
+    if not path.exists():
+        return ""
+    with naming(path):
+        descriptor = os.open(path, os.O_RDONLY)
+    try:
+        owner = _owner(descriptor)
+    finally:
+        os.close(descriptor)
+    return _told(owner) if owner and _may_live(owner) else ""
+
+
 def _ourselves() -> dict:
     now = datetime.now(UTC).isoformat(timespec="seconds")
     return {"host": socket.gethostname(), "pid": os.getpid(), "started": _started(os.getpid()), "since": now}

@@ -102,9 +102,17 @@ def no_figure(path: Path) -> str:
     return ""
 
 
-def main(work: Callable[[Runtime, Demo], None], *, ranks: int = 4, figure: str = "") -> int:
+def main(
+    work: Callable[[Runtime, Demo], None],
+    *,
+    ranks: int = 4,
+    figure: str = "",
+    before: Callable[[int, float], int] = lambda ranks, timeout: 0,
+) -> int:
     """Run a demo on the ranks of torchrun, or on local ranks started here; the exit status. Call it before anything
-    else is computed. figure: what it draws if asked to, "" for a demo without a picture.
+    else is computed. figure: what it draws if asked to, "" for a demo without a picture. before: given the number of
+    local ranks and their time-out, runs whole jobs whose ends `work` looks at; a status that is not 0 ends the demo.
+    Not called under torchrun.
     """
     parser = argparse.ArgumentParser(
         description=sys.modules[work.__module__].__doc__, formatter_class=argparse.RawTextHelpFormatter
@@ -133,7 +141,7 @@ def main(work: Callable[[Runtime, Demo], None], *, ranks: int = 4, figure: str =
 
     if runtime.launched():
         return rank_main()
-    return runtime.launch(rank_main, options.ranks)
+    return before(options.ranks, options.timeout) or runtime.launch(rank_main, options.ranks)
 
 
 def _print_table(rows: list[tuple[Claim, ...]], seconds: dict[str, float]) -> None:

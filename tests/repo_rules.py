@@ -49,7 +49,7 @@ THIRD_PARTY = {  # package → the paths that may import it
     **dict.fromkeys(("torch", "einops", "numpy", "matplotlib", "tensorboard"), ("",)),
     "xxhash": ("checkpoint/",),
     "pydantic": ("nd_mesh/config.py",),
-    "rich": ("nd_mesh/", "collectives/demo.py"),
+    "rich": ("nd_mesh/", "collectives/demo.py", "checkpoint/inspect.py"),
 }
 EXTRAS = ("matplotlib", "tensorboard", "torch.utils.tensorboard")  # everything runs without them
 IMMUTABLE = {"tuple", "frozenset", "TypeVar", "ParamSpec", "NewType", "namedtuple", "MappingProxyType"}
