@@ -191,7 +191,7 @@ class Checkpoints:
         seconds = time.monotonic() - job.called
         payload = sum(file.bytes for file in told.files.values())
         self.log(f"step {job.step} is durable {seconds:.3f} s after the call: {payload:,} bytes in {final}")
-        folder.retire(self.files, self.path, self.keep)
+        folder.retire(self.files, self.path, self.keep, job.step)
 
     # -- load, and whose folder it is ----------------------------------------------------------------------------------
 
