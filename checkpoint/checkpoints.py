@@ -210,6 +210,7 @@ class Checkpoints:
 
     def _take(self) -> None:
         self.files.make_folders(self.path)
+        self.files.sync(self.path.parent)  # whoever made the folder may not have
         self._owned.enter_context(lock.held(self.path))
         folder.recover(self.files, self.path)
         self._durable = next((step for step, _ in folder.candidates(self.path)), None)
