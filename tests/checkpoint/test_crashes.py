@@ -8,7 +8,6 @@ import errno
 import random
 import re
 import shutil
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -246,14 +245,6 @@ def judge_after(crash: Crash, path: Path, run: Runtime) -> str:
         if wrong := _wrong(saved, crash):
             return f"after the next save, step {step}: {wrong}"
     return ""
-
-
-@pytest.fixture
-def memory() -> Iterator[Path]:
-    """A folder in memory, where there is such a one: thousands of states are laid out in it."""
-    shared = Path("/dev/shm")
-    with tempfile.TemporaryDirectory(dir=shared if shared.is_dir() else None) as folder:
-        yield Path(folder)
 
 
 def faults(pool: Pool, memory: Path, found: list[Crash], most: int = 10) -> list[str]:
