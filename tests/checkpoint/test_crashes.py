@@ -24,7 +24,7 @@ from tests.checkpoint.faults import FORGOTTEN, REPLACED, planted
 from tests.pool import Pool
 
 RUN = "run"  # the folder of checkpoints, under the base
-SHOWN = 2400  # states that `make test` loads; `make drill` loads them all
+SHOWN = 2000  # states that `make test` loads; `make drill` loads them all
 FOLLOWED = 40  # one state in so many is gone on from
 
 
@@ -305,7 +305,7 @@ def test_nothing_durable_is_lost_and_nothing_partial_is_taken(pool, memory):
 
 @pytest.mark.drill
 def test_every_state_after_a_crash(pool, memory):
-    found = every_state(pool, memory, (1, 2, 3), most=20)
+    found = every_state(pool, memory, (1, 2, 3), most=8)
     print(f"{len(found)} states after a crash")
     assert faults(pool, memory, found) == []
 
