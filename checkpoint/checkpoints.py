@@ -192,7 +192,7 @@ class Checkpoints:
         seconds = time.monotonic() - job.called
         payload = sum(file.bytes for file in told.files.values())
         self.log(f"step {job.step} is durable {seconds:.3f} s after the call: {payload:,} bytes in {final}")
-        folder.retire(self.files, self.path, self.keep)
+        folder.retire(self.files, self.path, self.keep, job.step)
 
     # -- load, and whose folder it is ----------------------------------------------------------------------------------
 
@@ -211,6 +211,7 @@ class Checkpoints:
 
     def _take(self) -> None:
         self.files.make_folders(self.path)
+        self.files.sync(self.path.parent)  # whoever made the folder may not have
         self._owned.enter_context(lock.held(self.path))
         folder.recover(self.files, self.path)
         self._durable = next((step for step, _ in folder.candidates(self.path)), None)

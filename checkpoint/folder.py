@@ -144,10 +144,13 @@ def publish(files: Files, partial: Path, final: Path, told: Manifest) -> None:
         _delete(files, aside)
 
 
-def retire(files: Files, folder: Path, keep: Keep) -> None:
-    """Delete the checkpoints that need not be kept; the newest is on the disk."""
+def retire(files: Files, folder: Path, keep: Keep, newest: int) -> None:
+    """Delete the checkpoints that need not be kept; that of the step `newest` is on the disk.
+
+    Those of later steps are left alone: the run went back behind them, so they say nothing of what may go.
+    """
     by_step = dict(candidates(folder))
-    for step in keep.removes(list(by_step)):
+    for step in keep.removes([step for step in by_step if step <= newest]):
         _delete(files, by_step[step])
 
 

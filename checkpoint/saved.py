@@ -18,6 +18,8 @@ from checkpoint.reader import Reader
 from checkpoint.shard import Values
 from collectives.agreement import Stopped, gathered, together
 
+REMEDY = "; name an earlier checkpoint, or allow to fall back to one"
+
 
 def find(path: Path, *, group: dist.ProcessGroup, verify: bool = False, fallback: bool = False) -> "Saved":
     """The checkpoint `path`, or the newest of the folder `path`, the same on every rank of `group`. Collective.
@@ -34,9 +36,7 @@ def find(path: Path, *, group: dist.ProcessGroup, verify: bool = False, fallback
             return _open(choice, group, verify or fallback)
         except Stopped as damage:
             damages.append(str(damage))
-    raise Stopped(
-        "; ".join(damages) + ("" if fallback else "; name an earlier checkpoint, or allow to fall back to one")
-    )
+    raise Stopped("; ".join(damages) + ("" if fallback else REMEDY))
 
 
 def _choices(path: Path) -> list[Path]:
@@ -114,6 +114,9 @@ class Saved:
             wrong |= dict.fromkeys(f"{name} is unknown here" for name in self.manifest.tensors if name not in wanted)
         if wrong:
             raise Stopped(f"the checkpoint {self.path} does not fit this run: {'; '.join(wrong)}")
-        together(lambda: _none(reader.verify(targets)), group=self.group)
+        try:
+            together(lambda: _none(reader.verify(targets)), group=self.group)
+        except Stopped as damage:
+            raise Stopped(f"{damage}{REMEDY}") from None
         with torch.no_grad():
             reader.fill(targets)
