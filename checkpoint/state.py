@@ -60,7 +60,7 @@ def restore(
     differences, and then nothing is changed. A parameter for which the checkpoint has no optimizer state has none
     afterwards. The optimizer's settings stay those of this run.
     """
-    targets, loaded = together(lambda: _targets(saved, params), group=saved.group)
+    targets, loaded = together(lambda: _targets(saved, params, more or {}), group=saved.group)
     saved.read({**targets, **(more or {})})
     boxed.adopt(optimizer, loaded)
 
@@ -68,11 +68,13 @@ def restore(
 Kept = dict[nn.Parameter, dict[str, Tensor]]
 
 
-def _targets(saved: "Saved", params: Sequence[nn.Parameter]) -> tuple[Values, Kept]:
+def _targets(saved: "Saved", params: Sequence[nn.Parameter], more: Values) -> tuple[Values, Kept]:
     """What is to be filled: the parameters as they are, and new tensors for what the optimizer will keep."""
     kinds: dict[str, list[str]] = defaultdict(list)
     shaped = set()  # kinds that are numbers for no other reason than that a parameter is one
     for name, (_, shape) in saved.tensors.items():
+        if name in more:
+            continue  # be it called as if it were a parameter's, such as an average of it
         kind, _, param_name = name.partition("/")
         kinds[param_name].append(kind)
         if shape:
