@@ -238,10 +238,10 @@ OPTIMIZERS = {
     "sgd": lambda params: torch.optim.SGD(params, lr=0.1),
     "momentum": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
     "amsgrad": lambda params: torch.optim.AdamW(params, amsgrad=True),
-    "adagrad": lambda params: torch.optim.Adagrad(params),
+    "adagrad": torch.optim.Adagrad,
     "rmsprop": lambda params: torch.optim.RMSprop(params, centered=True, momentum=0.9),
-    "adadelta": lambda params: torch.optim.Adadelta(params),
-    "rprop": lambda params: torch.optim.Rprop(params),
+    "adadelta": torch.optim.Adadelta,
+    "rprop": torch.optim.Rprop,
 }
 SHAPES = {"a": (7, 5), "b": (11,), "number": (), "never": (4,)}
 
