@@ -126,7 +126,6 @@ def test_a_hash_for_each_block(saved):
             covered[piece["file"]].append((piece["at"], piece["at"] + wanted.nbytes))
     assert blocks == {1: 3, 3: 1}[len(covered)]
     for file, spans in covered.items():  # header and pieces are the file, without a hole
-        spans = sorted(span for span in spans if span[0] < span[1])
+        starts, stops = zip(*sorted(span for span in spans if span[0] < span[1]), strict=True)
         length = 8 + int.from_bytes((path / file).read_bytes()[:8], "little")
-        assert [start for start, _ in spans] == [length, *(stop for _, stop in spans[:-1])]
-        assert spans[-1][1] == (path / file).stat().st_size
+        assert starts == (length, *stops[:-1]) and stops[-1] == (path / file).stat().st_size

@@ -1,4 +1,4 @@
-"""What a run keeps besides weights, and what is refused: with every difference, on every rank, before anything changes."""
+"""What a run keeps besides weights; and what is refused: with every difference, on every rank, and nothing changes."""
 
 import json
 import math
@@ -21,22 +21,23 @@ from tests.checkpoint import cuts
 
 
 def same(a, b):
-    """Equal in type, value and bits; a mapping of any kind is a dict."""
-    if isinstance(a, torch.Tensor):
-        alike = isinstance(b, torch.Tensor) and a.dtype == b.dtype and a.shape == b.shape
-        return alike and torch.equal(cuts.bits(a), cuts.bits(b))
-    if isinstance(a, np.ndarray | np.generic):
-        return type(a) is type(b) and a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
-    if isinstance(a, float):
-        return type(b) is float and (struct.pack("d", a) == struct.pack("d", b) or (math.isnan(a) and math.isnan(b)))
-    if isinstance(a, complex):
-        return type(b) is complex and same(a.real, b.real) and same(a.imag, b.imag)
-    if isinstance(a, dict):
-        keys = list(zip(a, b, strict=True))
-        return type(b) is dict and len(a) == len(b) and all(same(k, m) and same(a[k], b[m]) for k, m in keys)
-    if isinstance(a, list | tuple):
-        return type(a) is type(b) and len(a) == len(b) and all(map(same, a, b))
-    return type(a) is type(b) and a == b
+    """Equal in type, value and bits; one NaN is as good as another."""
+    match a:
+        case torch.Tensor():
+            alike = a.dtype == b.dtype and a.shape == b.shape and torch.equal(cuts.bits(a), cuts.bits(b))
+        case np.ndarray() | np.generic():
+            alike = a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
+        case float():
+            alike = struct.pack("d", a) == struct.pack("d", b) or (math.isnan(a) and math.isnan(b))
+        case complex():
+            alike = same(a.real, b.real) and same(a.imag, b.imag)
+        case dict():
+            alike = same(list(a), list(b)) and same(list(a.values()), list(b.values()))
+        case list() | tuple():
+            alike = len(a) == len(b) and all(map(same, a, b))
+        case _:
+            alike = a == b
+    return alike and type(a) is type(b)
 
 
 def back(value):
