@@ -61,7 +61,7 @@ def restore(
     differences, and then nothing is changed. A parameter for which the checkpoint has no optimizer state has none
     afterwards. The optimizer's settings stay those of this run.
     """
-    targets, loaded = together(lambda: _targets(saved, params), group=saved.group)
+    targets, loaded = together(lambda: _targets(saved, params, more or {}), group=saved.group)
     saved.read({**targets, **(more or {})})
     boxed.adopt(optimizer, loaded)
 
@@ -69,13 +69,18 @@ def restore(
 Kept = dict[nn.Parameter, dict[str, Tensor]]
 
 
-def _targets(saved: "Saved", params: Sequence[nn.Parameter]) -> tuple[Values, Kept]:
+def _targets(saved: "Saved", params: Sequence[nn.Parameter], more: Values) -> tuple[Values, Kept]:
     """What is to be filled: the parameters as they are, and new tensors for what the optimizer will keep."""
     _check_declared(params)
     kinds: dict[str, list[str]] = defaultdict(list)
-    for name in saved.tensors:
+    shaped = set()  # kinds that are numbers for no other reason than that a parameter is one
+    for name, (_, shape) in saved.tensors.items():
+        if name in more:
+            continue  # be it called as if it were a parameter's, such as an average of it
         kind, _, param_name = name.partition("/")
         kinds[param_name].append(kind)
+        if shape:
+            shaped.add(kind)
     targets: dict[str, list[tuple[Box, Tensor]]] = {}
     loaded: Kept = {}
     for param in params:
@@ -84,9 +89,8 @@ def _targets(saved: "Saved", params: Sequence[nn.Parameter]) -> tuple[Values, Ke
             name = f"{kind}/{param.held.name}"
             tensor = param.detach()
             if kind != VALUES:
-                dtype, shape = saved.tensors[name]
-                alike = shape or not param.shape
-                tensor = torch.empty(param.shape if alike else (), dtype=dtype, device=param.device)
+                dtype, _ = saved.tensors[name]
+                tensor = torch.empty(param.shape if kind in shaped else (), dtype=dtype, device=param.device)
                 loaded[param][kind] = tensor
             pieces = list(_pieces(param, kind, tensor))
             if pieces or name in saved.tensors:  # one without elements may lie nowhere
