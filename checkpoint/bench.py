@@ -13,6 +13,8 @@ load cannot beat: each rank reads as many bytes of such a file into its tensors.
 cache; before a cold one the kernel is asked to drop them, and what the disk itself keeps is not in our hands.
 """
 
+import ctypes
+import math
 import os
 import shutil
 import sys
@@ -37,7 +39,7 @@ from collectives.layout import Box
 from collectives.runtime import Runtime
 from collectives.turns import Call, Case, nothing
 
-SIZES: Mapping[str, int] = MappingProxyType({"1 MB": 32, "100 MB": 320, "400 MB": 640, "1 GB": 1012})  # the width
+SIZES: Mapping[str, int] = MappingProxyType({"1 MB": 32, "100 MB": 320, "400 MB": 640, "1 GB": 1008})  # the width
 LAYERS = 6
 CUTS: Mapping[str, int | None] = MappingProxyType({"rows": 0, "columns": -1, "copies": None})  # the dim that is cut
 
@@ -63,7 +65,7 @@ class Part:
 
     @classmethod
     def new(cls, run: Runtime, size: str, cut: str) -> "Part":
-        """Filled with numbers that tell element and rank apart."""
+        """Each element is its index in the global tensor."""
         dim, boxes = CUTS[cut], {}
         for kind in ("parameter", "exp_avg", "exp_avg_sq"):
             for name, shape in shapes(SIZES[size]):
@@ -71,7 +73,8 @@ class Part:
                 if dim is not None:
                     rows = shape[dim] // run.size
                     box = box.cut(dim % len(shape), run.rank * rows, rows)
-                boxes[f"{kind}/{name}"] = box, torch.rand(box.local)
+                whole = torch.arange(math.prod(shape), dtype=torch.float32).view(shape)
+                boxes[f"{kind}/{name}"] = box, whole[box.slices(Box.whole(shape))].clone()
         return cls(boxes, dim)
 
     @property
@@ -184,24 +187,30 @@ def behind(run: Runtime, size: str, cut: str) -> tuple[Call, Call, Call, Call]:
     return lambda: checkpoints.save_async(1, state), theirs, wait, place.clear
 
 
-def load(run: Runtime, size: str, cut: str, saved_as: str, *, cold: bool = False) -> Case:
+def load(run: Runtime, size: str, cut: str, saved_as: str, cold: bool = False) -> Case:
     """A checkpoint into tensors that are there, cut as the saved ones or otherwise."""
-    place, mesh = Place(run), DeviceMesh.from_group(run.world, "cpu")
-    source = Part.new(run, size, saved_as)
+    place, _, calls = loads(run, size, cut, saved_as)
+    name = (
+        f"{size} of {saved_as}: load" + (f" as {cut}" if cut != saved_as else "") + (" from the disk" if cold else "")
+    )
+    return Case(name, calls, place.forget if cold else nothing)
+
+
+def loads(run: Runtime, size: str, cut: str, saved_as: str) -> tuple[Place, Part, dict[str, Call]]:
+    """Where both checkpoints lie, the tensors that are filled, and who fills them."""
+    place, mesh, source = Place(run), DeviceMesh.from_group(run.world, "cpu"), Part.new(run, size, saved_as)
     with Checkpoints(place.path, run.world) as checkpoints:
         checkpoints.save(1, source.state())
     dcp.save(source.state_dict(mesh), storage_writer=writer(place), process_group=run.world)
-    part = Part.new(run, size, cut)
-    write(place.path / f"raw-{run.rank}", part)
-    targets, state_dict = part.state().tensors, part.state_dict(mesh)
-    theirs = dcp.FileSystemReader(place.path / "dcp")
+    part, file = Part.new(run, size, cut), place.path / f"raw-{run.rank}"
+    write(file, part)
+    targets, state_dict, reader = part.state().tensors, part.state_dict(mesh), dcp.FileSystemReader(place.path / "dcp")
     calls = {
         "checkpoint": lambda: find(place.path, group=run.world).read(targets),
-        "DCP": lambda: dcp.load(state_dict, storage_reader=theirs, process_group=run.world),
-        "read": lambda: read(place.path / f"raw-{run.rank}", part),
+        "DCP": lambda: dcp.load(state_dict, storage_reader=reader, process_group=run.world),
+        "read": lambda: read(file, part),
     }
-    way = f"{cut}" if cut == saved_as else f"{saved_as} as {cut}"
-    return Case(f"{size} of {way}: load{' from the disk' if cold else ''}", calls, place.forget if cold else nothing)
+    return place, part, calls
 
 
 def writer(place: Place) -> dcp.FileSystemWriter:
@@ -224,21 +233,41 @@ def read(path: Path, part: Part) -> None:
             file.readinto(raw(tensor))
 
 
+def resident(run: Runtime, case: Case) -> dict[str, int]:
+    """By competitor, how far the resident memory of the process rises in one call and what it leaves to others, on the
+    rank with most: torch's and Python's memory on every thread, and the pages of files that are mapped.
+    """
+    rises = {}
+    for who, call in case.calls.items():
+        case.prepare()
+        ctypes.CDLL(None).malloc_trim(0)  # what is free and was kept would hide what is taken
+        Path("/proc/self/clear_refs").write_text("5")  # the peak is what is there now
+        before = _kilobytes("VmHWM")
+        call()
+        case.finish()
+        rises[who] = 1024 * (_kilobytes("VmHWM") - before)
+    everyone = comm.all_gather_object(rises, group=run.world)
+    return {who: max(rank[who] for rank in everyone) for who in rises}
+
+
+def _kilobytes(entry: str) -> int:
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(entry))
+    return int(line.split()[1])
+
+
 def cases(run: Runtime) -> list[Case]:
     """What is measured on this many ranks."""
-    loads = [("rows", "rows"), ("columns", "rows"), ("copies", "copies")]
-    return [
-        case
-        for size in SIZES
-        for case in (
-            save(run, size, "rows"),
-            save(run, size, "copies"),
-            stand_still(run, size, "rows"),
-            durable(run, size, "rows"),
-            *(load(run, size, *way) for way in loads),
-            load(run, size, "rows", "rows", cold=True),
-        )
-    ]
+    return [case for size in ("100 MB", "400 MB") for case in _cases(run, size)]
+
+
+def _cases(run: Runtime, size: str) -> Iterator[Case]:
+    for cut in ("rows", "copies"):
+        yield save(run, size, cut)
+    yield stand_still(run, size, "rows")
+    yield durable(run, size, "rows")
+    for cut, saved_as in (("rows", "rows"), ("columns", "rows"), ("copies", "copies")):
+        yield load(run, size, cut, saved_as)
+    yield load(run, size, "rows", "rows", cold=True)
 
 
 if __name__ == "__main__":
