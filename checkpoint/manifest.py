@@ -14,7 +14,7 @@ whether it is the one that was committed; from there a chain of hashes reaches e
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from collectives.layout import Box
@@ -70,7 +70,7 @@ class Manifest:
 
     def text(self) -> str:
         """The content of manifest.json."""
-        return json.dumps(asdict(self), separators=(",", ":"))
+        return json.dumps(vars(self), default=vars, separators=(",", ":"))  # asdict would copy all of it first
 
 
 def parse(text: str) -> Manifest:

@@ -31,6 +31,7 @@ class Reader:
     _maps: dict[str, memoryview] = field(default_factory=dict)
     _first: dict[str, int] = field(default_factory=dict)  # byte of each file that is no header
     _verified: set[tuple[str, int]] = field(default_factory=set)  # (file, first byte) of headers and blocks
+    _met: dict[tuple[str, Box], list[tuple[Piece, Box, Box]]] = field(default_factory=dict)  # what `_meeting` found
 
     def __post_init__(self) -> None:
         for tensor in self.manifest.tensors.values():
@@ -85,12 +86,13 @@ class Reader:
                     # IDEA: an intersection of two boxes is all that moves, whatever cut either.
                     tensor[both.slices(box)].copy_(saved[both.slices(source)])
 
-    def _meeting(self, name: str, box: Box) -> Iterator[tuple[Piece, Box, Box]]:
+    def _meeting(self, name: str, box: Box) -> list[tuple[Piece, Box, Box]]:
         """The pieces of a tensor that hold any of a box: each with its own box and what both have."""
-        saved = self.manifest.tensors[name]
-        for piece, source in zip(saved.pieces, saved.boxes(), strict=True):
-            if both := box.intersect(source):
-                yield piece, source, both
+        if (name, box) not in self._met:
+            saved = self.manifest.tensors[name]
+            meetings = ((*pair, box.intersect(pair[1])) for pair in zip(saved.pieces, saved.boxes(), strict=True))
+            self._met[name, box] = [meeting for meeting in meetings if meeting[2]]
+        return self._met[name, box]
 
     def _damage(self, piece: Piece, first: int, last: int, size: int) -> Iterator[str]:
         """What is wrong with the blocks of bytes first … last-1 of a piece of so many bytes."""

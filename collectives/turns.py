@@ -25,7 +25,7 @@ Call = Callable[[], object]
 
 
 def nothing() -> None:
-    """The preparation of a case that needs none."""
+    """What a case does before or after its turns that needs nothing done."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,7 @@ class Case:
     name: str
     calls: Mapping[str, Call]
     prepare: Call = nothing  # before every turn, outside the clock
+    finish: Call = nothing  # after every turn, outside the clock: what the call left to others
     repeat: int = 1  # calls in a turn: many, where one is too short for the clock
 
 
@@ -87,21 +88,31 @@ def _timed(run: Runtime, case: Case, call: Call) -> Tensor:
         call()
     _settle(run)
     spent = [time.perf_counter() - wall, time.process_time() - cpu]
+    case.finish()
     return torch.tensor(spent, dtype=torch.float64) / case.repeat
 
 
 def _bytes_sent(run: Runtime, case: Case, call: Call) -> int | None:
     case.prepare()
     call()  # the first one makes connections
+    case.finish()
     case.prepare()
     comm.barrier(group=run.world)
     before = demo.bytes_written()
     call()
-    return demo.bytes_since(before)
+    sent = demo.bytes_since(before)
+    case.finish()
+    return sent
 
 
 def _peak(run: Runtime, case: Case, call: Call) -> int:
-    return allocated.peak_bytes(call, run.device, prepare=case.prepare)
+    def prepare() -> None:
+        case.finish()
+        case.prepare()
+
+    peak = allocated.peak_bytes(call, run.device, prepare=prepare)
+    case.finish()
+    return peak
 
 
 def _settle(run: Runtime) -> None:

@@ -34,7 +34,7 @@ class Clock:
 clock = Clock()
 
 
-def record(benchmark: Any, pool: Pool, size: int, build: Callable[..., Case], *args: Any) -> None:
+def record(benchmark: Any, pool: Pool, size: int, build: Callable[..., Case], *args: Any, rounds: int = ROUNDS) -> None:
     """Measure the case that `build(runtime, *args)` makes on each of this many ranks. Ours goes to `benchmark`, round
     by round, the others into its extra_info.
 
@@ -43,9 +43,9 @@ def record(benchmark: Any, pool: Pool, size: int, build: Callable[..., Case], *a
     if benchmark.disabled:
         benchmark.pedantic(pool.run, (size, called_once, build, args))
         return
-    ours, *others = pool.run(size, measured, build, args, timeout=120)[0]
-    rounds = iter(ours.rounds)
-    benchmark.pedantic(lambda: clock.advance(next(rounds)), rounds=len(ours.rounds))
+    ours, *others = pool.run(size, measured, build, args, rounds, timeout=120)[0]
+    seconds = iter(ours.rounds)
+    benchmark.pedantic(lambda: clock.advance(next(seconds)), rounds=rounds)
     benchmark.extra_info.update(ranks=size, case=ours.case, who=ours.who, **costs(ours))
     benchmark.extra_info["beside"] = {
         other.who: {"median_seconds": other.seconds, "ours_over_its": list(other.ratio), **costs(other)}
@@ -59,11 +59,12 @@ def called_once(run: Runtime, build: Callable[..., Case], args: tuple) -> None:
     for call in case.calls.values():
         case.prepare()
         call()
+        case.finish()
 
 
-def measured(run: Runtime, build: Callable[..., Case], args: tuple) -> list[Row]:
+def measured(run: Runtime, build: Callable[..., Case], args: tuple, rounds: int) -> list[Row]:
     """A rank's job."""
-    return turns.measure(run, [build(run, *args)], ROUNDS)
+    return turns.measure(run, [build(run, *args)], rounds)
 
 
 def costs(row: Row) -> dict[str, Any]:
