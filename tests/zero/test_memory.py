@@ -1,6 +1,5 @@
 """What a rank holds after backward, by storage and to the byte, and how far above that a step rises for a moment."""
 
-import contextlib
 import gc
 import itertools
 
@@ -33,16 +32,11 @@ LECTURE = {
 }
 
 
-@contextlib.contextmanager
 def from_here():
-    """Inside, `living` sees only what was made inside; and it need not look through all of torch each time."""
+    """From now on `living` sees only what is made, and looks through nothing older."""
     torch.optim.SGD([torch.zeros(1)], lr=1)  # the first optimizer of a process imports much of torch
     gc.collect()
     gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
 
 
 def living():
@@ -96,8 +90,8 @@ def hold(run, stage, mixed, sizes, ids):
 
 def hold_all(run, stage):
     ids = torch.tensor([run.rank])
-    with from_here():
-        return [hold(run, stage, KINDS[kind][0], sizes, ids) for kind, sizes in CASES]
+    from_here()
+    return [hold(run, stage, KINDS[kind][0], sizes, ids) for kind, sizes in CASES]
 
 
 CASES = [*((kind, EVEN) for kind in KINDS), ("K = 12", ODD), ("float32", ODD)]
@@ -135,7 +129,7 @@ def check(stage, ranks, sizes, each, mine):
 
 # -- for a moment ------------------------------------------------------------------------------------------------------
 
-WIDTH, LAYERS, BUCKET, ROWS = 128, 24, 2, 2  # a bucket holds two layers; a layer is one matrix
+WIDTH, LAYERS, BUCKET, ROWS = 128, 16, 2, 2  # a bucket holds two layers; a layer is one matrix
 LAYER = 4 * WIDTH * WIDTH  # bytes
 ACTIVATIONS = 4 * ROWS * WIDTH * (LAYERS + 4) / LAYER  # in layers, less than half of one: every term below counts
 
@@ -143,18 +137,18 @@ ACTIVATIONS = 4 * ROWS * WIDTH * (LAYERS + 4) / LAYER  # in layers, less than ha
 def peak(run, stage, microbatches, overlap):
     """The most that lives during a step without its update, in layers."""
     settings = {} if overlap is None else {"overlap": overlap}
-    with from_here():
-        model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
-        handle = STAGES[stage].wrap(model, run.world, cap=BUCKET * LAYER, **settings)
-        x = torch.randn(ROWS, WIDTH)
+    from_here()
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
+    handle = STAGES[stage].wrap(model, run.world, cap=BUCKET * LAYER, **settings)
+    x = torch.randn(ROWS, WIDTH)
 
-        def zero():
-            for shard in handle.parameters():
-                shard.grad = None
+    def zero():
+        for shard in handle.parameters():
+            shard.grad = None
 
-        rise = allocated.peak_bytes(lambda: backward(handle, model, x, microbatches), run.device, prepare=zero)
-        zero()
-        return (sum(living().values()) + rise) / LAYER
+    rise = allocated.peak_bytes(lambda: backward(handle, model, x, microbatches), run.device, prepare=zero)
+    zero()
+    return (sum(living().values()) + rise) / LAYER
 
 
 def rises(unit, ranks, microbatches, overlap):
