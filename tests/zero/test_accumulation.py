@@ -118,7 +118,7 @@ def uneven(run, wrap, runs):
     return steps
 
 
-@pytest.mark.parametrize("runs", [((0, 1, 2), (), (0, 1)), ((0,), (1,), (2,)), ((), (), (2,)), ((), (), ())])
+@pytest.mark.parametrize("runs", [((0, 1, 2), (), (0, 1)), drilled(((0,), (1,), (2,))), ((), (), (2,)), ((), (), ())])
 @each_version
 def test_empty_microbatches(pool, wrap, runs):
     """On some ranks, or on all; where there is nothing to do, a forward without rows is run."""

@@ -9,6 +9,7 @@ from torch import nn
 
 from collectives import allocated
 from tests.zero.counted import STAGES, Net, adamw, backward, padded
+from tests.zero.versions import drilled
 from zero import Mixed
 
 BF16 = torch.bfloat16
@@ -97,7 +98,7 @@ def hold_all(run, stage):
 CASES = [*((kind, EVEN) for kind in KINDS), ("K = 12", ODD), ("float32", ODD)]
 
 
-@pytest.mark.parametrize("ranks", [1, *(pytest.param(ranks, marks=pytest.mark.drill) for ranks in (2, 3)), 4])
+@pytest.mark.parametrize("ranks", [2, *map(drilled, (1, 3, 4))])
 def test_bytes_after_backward(pool, ranks):
     """Every row of the lecture's table, to the byte: the formula, or where padded that of the row."""
     for stage in range(4):
@@ -172,7 +173,7 @@ def expected_peak(stage, microbatches, overlap, ranks):
 STEPS = [(0, 2, None), (1, 2, None), *itertools.product((2, 3), (1, 2), (True, False))]
 
 
-@pytest.mark.parametrize("ranks", [2, *(pytest.param(ranks, marks=pytest.mark.drill) for ranks in (3, 4))])
+@pytest.mark.parametrize("ranks", [2, drilled(3), drilled(4)])
 def test_peaks(pool, ranks):
     """Gradients rise above their shards by a bucket or two, and weights by a layer, however many there are."""
     found = {}

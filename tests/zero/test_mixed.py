@@ -59,7 +59,7 @@ def test_microbatches_of_several_ranks_are_added_in_32_bits(pool, wrap):
 
 @pytest.mark.parametrize(
     ("numbers", "in_32", "in_16"),
-    [((256.0, 1.0), 257.0, 256.0), ((256.0, 1.0, 1.0), 258.0, 258.0), ((256.0, *[1.0] * 7), 263.0, 264.0)],
+    [((256.0, 1.0), 257.0, 256.0), ((256.0, 1.0, 1.0), 258.0, 258.0), ((256.0, *[1.0] * 3), 259.0, 260.0)],
 )
 @pytest.mark.parametrize("stage", STAGES)
 def test_ranks_are_added_in_32_bits(pool, stage, numbers, in_32, in_16):
@@ -69,12 +69,12 @@ def test_ranks_are_added_in_32_bits(pool, stage, numbers, in_32, in_16):
 
 
 @pytest.mark.parametrize("gradients", [F16, F32])
-@pytest.mark.parametrize("ranks", [drilled(2), 8])
+@pytest.mark.parametrize(("ranks", "number"), [drilled(2, 40000.0), (4, 20000.0), drilled(8, 10000.0)])
 @each_stage
-def test_a_mean_in_float16_does_not_overflow(pool, wrap, ranks, gradients):
+def test_a_mean_in_float16_does_not_overflow(pool, wrap, ranks, number, gradients):
     """T57: 80,000 would."""
     mixed = Mixed(weights=F16, gradients=gradients)
-    assert sums(pool, wrap, mixed, (10000.0,) * ranks, average=True) == (10000.0, gradients)
+    assert sums(pool, wrap, mixed, (number,) * ranks, average=True) == (number, gradients)
 
 
 def small_updates(run, wrap, mixed):
@@ -172,7 +172,7 @@ def trained_alone(mixed, ranks, microbatches):
 
 
 @pytest.mark.parametrize("weights", [BF16, drilled(F16)])
-@pytest.mark.parametrize(("ranks", "microbatches"), [(2, 1), (3, 3), drilled(1, 3), drilled(3, 1)])
+@pytest.mark.parametrize(("ranks", "microbatches"), [(3, 3), drilled(2, 1), drilled(1, 3), drilled(3, 1)])
 @each_stage
 def test_training_is_that_of_one_process(pool, wrap, ranks, weights, microbatches):
     """Masters within float32's rounding errors; weights are the masters rounded, on every rank. A 16-bit weight that
