@@ -11,6 +11,7 @@ one starts when next asked for. The error shown is that of the rank that failed,
 
 import contextlib
 import faulthandler
+import gc
 import multiprocessing
 import os
 import pickle
@@ -52,6 +53,7 @@ class Pool:
 
     def __init__(self) -> None:
         self._context = multiprocessing.get_context("forkserver")
+        # torch._dynamo, because the first optimizer of a process imports it, which takes a rank seconds.
         self._context.set_forkserver_preload(["torch", "torch._dynamo", "numpy", "einops", "pytest", __name__])
         self._folder = tempfile.TemporaryDirectory(prefix="pool-")
         self._sets: dict[int, WorkerSet] = {}
@@ -167,6 +169,7 @@ def _stack_file(folder: Path, rank: int) -> Path:
 
 def _work(pipe: Connection, rank: int, size: int, folder: Path) -> None:
     """The life of a worker: join the group of its set, then answer one job after the other."""
+    gc.freeze()  # no collection looks through what the server has imported
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process of a terminal; the session acts on it
     faulthandler.register(signal.SIGUSR1, file=_stack_file(folder, rank).open("w"), all_threads=False)
     sys.stdout.reconfigure(line_buffering=True)  # what a job prints must not be lost when its worker is killed

@@ -106,6 +106,7 @@ class Recipe:
     average: bool = False
     keep_zeros: bool = False  # optimizer.zero_grad(set_to_none=False)
     dtype: torch.dtype = torch.float64
+    steps: int = STEPS
 
     def made(self, decaying, others):
         """The optimizer, with groups for weight decay."""
@@ -122,7 +123,7 @@ def plain(recipe, rows):
     optimizer = recipe.made(
         [p for name, p in named.items() if decays(name)], [p for name, p in named.items() if not decays(name)]
     )
-    for step in range(STEPS):
+    for step in range(recipe.steps):
         ids, numbers, cotangent = data(rows, step)
         optimizer.zero_grad(set_to_none=not recipe.keep_zeros)
         ((model(ids, numbers) * cotangent).sum() / rows).backward()
@@ -147,7 +148,7 @@ def train(run, wrap, recipe, change=contextlib.nullcontext):
         handle = wrap(model, run.world, average=recipe.average)
         initial, shards = pieces(handle), handle.parameters()
         optimizer = recipe.made([p for p in shards if p.held.decay], [p for p in shards if not p.held.decay])
-        for step in range(STEPS):
+        for step in range(recipe.steps):
             mine = [part.split(shares)[run.rank] for part in data(sum(shares), step, recipe.dtype)]
             optimizer.zero_grad(set_to_none=not recipe.keep_zeros)
             parts = list(zip(*(part.tensor_split(recipe.microbatches) for part in mine), strict=True))

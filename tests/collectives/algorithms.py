@@ -5,8 +5,10 @@ The job is the same on the pool's ranks and on the double of tests/ordered.py.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -40,6 +42,8 @@ ALGORITHMS: dict[tuple[str, str], Callable[..., Any]] = {
 REDUCING = [key for key in ALGORITHMS if "reduce" in key[0]]
 MOVING = [key for key in ALGORITHMS if "reduce" not in key[0] and key[0] != "barrier"]
 ROOTED = ("broadcast", "scatter", "gather", "reduce")
+drilled = partial(pytest.param, marks=pytest.mark.drill)  # values for which a test is a drill
+RANKS = [1, 2, 3, 5, 8, *map(drilled, (4, 6, 7))]
 
 
 @dataclass(frozen=True)

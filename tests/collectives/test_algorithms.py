@@ -17,19 +17,20 @@ from tests import ordered
 from tests.collectives.algorithms import (
     ALGORITHMS,
     MOVING,
+    RANKS,
     REDUCING,
     ROOTED,
     Case,
     arguments,
     assert_right,
     check,
+    drilled,
     nodes,
     run,
     run_each,
     seat,
 )
 
-RANKS = [1, 2, 3, 5, 8, *(pytest.param(ranks, marks=pytest.mark.drill) for ranks in (4, 6, 7))]
 LENGTHS = (0, 1, 5, 13)
 LOW = (torch.float16, torch.bfloat16)
 REDUCTIONS = [  # every dtype with every op
@@ -58,7 +59,7 @@ def test_values(key, ranks):
     check(key, ranks, cases)
 
 
-@pytest.mark.parametrize("ranks", [9, 12, 16])
+@pytest.mark.parametrize("ranks", [9, drilled(12), drilled(16)])
 @pytest.mark.parametrize("key", [*MOVING, *REDUCING])
 def test_values_on_many_ranks(key, ranks):
     check(key, ranks, [Case(13, op="AVG")])
@@ -207,7 +208,7 @@ def both(rank, keys, cases):
 BESIDE = [Case(24), Case(24, op="MAX"), Case(24, torch.int64, kind="whole"), Case(24, torch.bfloat16, "MIN", root=1)]
 
 
-@pytest.mark.parametrize("ranks", [2, 3, *(pytest.param(ranks, marks=pytest.mark.drill) for ranks in (4, 8))])
+@pytest.mark.parametrize("ranks", [2, 3, drilled(4), drilled(8)])
 def test_beside_the_built_in_on_real_ranks(pool, ranks):
     """Sums of float64 within rounding, the rest equal."""
     keys = [*MOVING, *REDUCING]

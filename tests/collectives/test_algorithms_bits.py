@@ -14,7 +14,7 @@ from collectives import comm
 from collectives.algorithms import direct, ring
 from collectives.algorithms.reduction import Reduction
 from tests import ordered
-from tests.collectives.algorithms import ALGORITHMS, Case, run_each
+from tests.collectives.algorithms import ALGORITHMS, Case, drilled, run_each
 
 ALL_REDUCES = [key for key in ALGORITHMS if key[0] == "all_reduce"]
 AS_INTEGERS = {torch.float64: torch.int64, torch.float32: torch.int32, torch.bfloat16: torch.int16}
@@ -60,7 +60,7 @@ def run_all(rank, keys):
     return [run_each(rank, key, CASES) for key in keys]
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4, 6])
+@pytest.mark.parametrize("ranks", [2, 3, 4, drilled(6)])
 def test_all_real_ranks_have_the_same_bits(pool, ranks):
     for by_rank in zip(*pool.run(ranks, run_all, ALL_REDUCES), strict=True):
         assert_same_bits(by_rank)
@@ -168,7 +168,7 @@ def assert_left_to_right(by_rank, elements):
                 assert torch.equal(bits(result), expected), f"other bits: {way.__name__}, {pair}"
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+@pytest.mark.parametrize("ranks", [2, 3, 4, drilled(8)])
 def test_direct_is_from_left_to_right_however_it_is_called(pool, ranks):
     assert_left_to_right(pool.run(ranks, all_ways, 509), 509)
 

@@ -15,7 +15,19 @@ from collectives import p2p
 from collectives.algorithms import doubling, halving, pieces, ring, tree
 from collectives.algorithms.reduction import Reduction
 from tests import ordered
-from tests.collectives.algorithms import ALGORITHMS, MOVING, REDUCING, Case, assert_right, check, nodes, run_each, start
+from tests.collectives.algorithms import (
+    ALGORITHMS,
+    MOVING,
+    RANKS,
+    REDUCING,
+    Case,
+    assert_right,
+    check,
+    drilled,
+    nodes,
+    run_each,
+    start,
+)
 
 LANES = ("pair", "group")
 RING = [key for key in ALGORITHMS if key[1] == "ring"]
@@ -24,7 +36,7 @@ RING = [key for key in ALGORITHMS if key[1] == "ring"]
 # -- no deadlock -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("ranks", range(1, 9))
+@pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("key", ALGORITHMS)
 def test_no_deadlock(key, ranks):
     for seed, lanes in enumerate(LANES, start=1):
@@ -50,7 +62,7 @@ def chunky(ranks, key):
 
 
 @pytest.mark.parametrize("lanes", LANES)
-@pytest.mark.parametrize("ranks", [1, 2, 3, 6])
+@pytest.mark.parametrize("ranks", [1, 2, 3, drilled(6)])
 @pytest.mark.parametrize("key", RING)
 def test_many_chunks_in_flight(monkeypatch, key, ranks, lanes):
     monkeypatch.setattr(pieces, "CHUNK", 24)
@@ -107,7 +119,7 @@ def two(key, ranks):
     return [(key, Case(13, async_op=True)), (key, Case(6, root=ranks // 2, async_op=True))]
 
 
-@pytest.mark.parametrize("ranks", [3, 6])
+@pytest.mark.parametrize("ranks", [3, drilled(6)])
 @pytest.mark.parametrize("key", ALGORITHMS)
 def test_two_in_flight(key, ranks):
     for lanes, wait in zip(LANES * 2, (in_order, last_first, in_turn, in_order), strict=True):

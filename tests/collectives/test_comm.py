@@ -14,6 +14,7 @@ from torch import nn
 
 from collectives import comm, p2p
 from collectives.algorithms.reduction import Reduction
+from tests.collectives.algorithms import drilled
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.int64)
 OPS = ("SUM", "AVG", "MIN", "MAX", "PRODUCT")
@@ -201,7 +202,7 @@ def cases_of(operation, shapes=SHAPES, dtypes=DTYPES):
     return [case for case in table if not (case.op == "AVG" and case.dtype == torch.int64)]
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("ranks", [1, 2, 3, drilled(4)])
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_values(pool, operation, ranks):
     pool.run(ranks, calls_hold, operation, cases_of(operation))
@@ -212,14 +213,14 @@ def test_values_on_eight_ranks(pool, operation):
     pool.run(8, calls_hold, operation, cases_of(operation, [(2,), (13,)], [torch.float32, torch.bfloat16]))
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("ranks", [1, drilled(2), 3])
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_values_in_any_memory(pool, operation, ranks):
     layouts = itertools.product(LAYOUTS, LAYOUTS, [False, True])
     pool.run(ranks, calls_hold, operation, [Case(given=a, output=b, async_op=c) for a, b, c in layouts])
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [drilled(2), 3])
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_values_of_megabytes(pool, operation, ranks):
     large = [Case((100_003, 3)), Case((100_003, 3), given="transposed", output="columns of a matrix", async_op=True)]
@@ -307,7 +308,7 @@ def assert_left_to_right(everyone, elements, dtype, op):
             assert torch.equal(result, expected)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("ranks", [1, 2, 3, drilled(4), 8])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("op", ["SUM", "AVG", "PRODUCT"])
 def test_ordered_is_from_left_to_right_wherever_it_lies(pool, op, dtype, ranks):
@@ -519,7 +520,7 @@ def ring_shift(run, elements):
     assert torch.equal(block, mine)
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4, 5])
+@pytest.mark.parametrize("ranks", [2, 3, drilled(4), drilled(5)])
 def test_a_ring_of_exchanges_comes_home(pool, ranks):
     for elements in (1, 4_000_000):
         for _ in range(2):
@@ -535,7 +536,7 @@ def both_ways(run):
     return from_before.item(), from_after.item()
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 5])
+@pytest.mark.parametrize("ranks", [2, 3, drilled(5)])
 def test_neighbours_exchange_both_ways_at_once(pool, ranks):
     expected = [(10 * ((rank - 1) % ranks) + 1, 10 * ((rank + 1) % ranks) + 2) for rank in range(ranks)]
     assert pool.run(ranks, both_ways) == expected

@@ -1,9 +1,8 @@
 """The journal: what is written survives whatever happens to the writer, and says who waits for whom."""
 
 import dataclasses
-import os
+import functools
 import resource
-import signal
 import subprocess
 import sys
 import time
@@ -11,10 +10,12 @@ import time
 import pytest
 import torch
 
-from collectives import comm, journal, verdict
+from collectives import comm, journal, runtime, verdict
 from collectives.call import Call, Part, ranks_of, spelled
 from collectives.journal import Journal, Record
 from collectives.watch import watching
+from tests.collectives import hanging_rank
+from tests.collectives.test_runtime import launched, wait_until
 from tests.demos import ROOT
 
 
@@ -261,27 +262,22 @@ def test_the_journal_of_a_job_that_went_well(pool, tmp_path):
     assert len(verdict.verdict(journals, time.time())) == 1
 
 
-def test_a_hanging_job_is_read_from_outside_and_after_it_was_killed(tmp_path):
-    command = [sys.executable, "-m", "tests.collectives.hanging_rank", str(tmp_path)]
-    job = subprocess.Popen(command, cwd=ROOT, start_new_session=True)
+def test_a_hanging_job_is_read_from_outside_and_after_it_was_killed(pool, tmp_path):
+    folder = tmp_path / "journals"
+    folder.mkdir()
 
     def said():
-        read = [sys.executable, "-m", "collectives.journal", str(tmp_path)]
+        read = [sys.executable, "-m", "collectives.journal", str(folder)]
         return subprocess.run(read, cwd=ROOT, capture_output=True, text=True, check=False).stdout
 
     def hangs():
-        counts = [len(records) for records in journal.read(tmp_path).values()] if any(tmp_path.iterdir()) else []
+        counts = [len(records) for records in journal.read(folder).values()] if any(folder.iterdir()) else []
         return counts == [5, 4, 5]
 
-    try:
-        deadline = time.monotonic() + 60
-        while not hangs() and time.monotonic() < deadline:
-            time.sleep(0.1)
-        hanging = journal.read(tmp_path)
-    finally:
-        os.killpg(job.pid, signal.SIGKILL)
-        job.wait()
-    assert journal.read(tmp_path) == hanging
+    with launched(tmp_path, runtime.launch, functools.partial(hanging_rank.hang, folder), 3):
+        assert wait_until(hangs, 60)
+        hanging = journal.read(folder)
+    assert journal.read(folder) == hanging
     words = said()
     assert "rank 1 is behind, ranks 0, 2 are in call 3; its last: all_reduce of 9 float32, call 2 of group 0" in words
     assert "ranks 0, 2 are in all_reduce of 5 float32, call 3 of group 0 (ranks 0…2): in flight for" in words

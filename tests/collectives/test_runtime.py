@@ -133,11 +133,15 @@ def run_to_end(pool, tmp_path):
 
     def run(main, *args, seconds=20.0):
         with launched(tmp_path, main, *args) as process:
-            process.join(seconds)
-            took = time.time() - (tmp_path / "begun").stat().st_mtime  # without the start of the pool's server
-            return Ended(process.exitcode, took, (tmp_path / "stderr").read_text(), processes_in(tmp_path))
+            return ending(process, tmp_path, seconds)
 
     return run
+
+
+def ending(process, folder, seconds=20.0):
+    process.join(seconds)
+    took = time.time() - (folder / "begun").stat().st_mtime  # without the start of the pool's server
+    return Ended(process.exitcode, took, (folder / "stderr").read_text(), processes_in(folder))
 
 
 FAILURES = {  # how a rank ends → what stderr says before any traceback
@@ -161,7 +165,9 @@ def assert_ended_by_failure(ended, mode, failing):
         assert f"rank {failing} was killed by SIGKILL" in ended.errors
 
 
-@pytest.mark.parametrize(("mode", "failing"), [*((mode, 2) for mode in FAILURES), ("raise", 0), ("SIGKILL", 0)])
+@pytest.mark.parametrize(
+    ("mode", "failing"), [*((mode, 2) for mode in FAILURES if mode != "SIGSTOP"), ("raise", 0), ("SIGKILL", 0)]
+)
 def test_a_rank_that_fails_ends_the_job(run_to_end, mode, failing):
     assert_ended_by_failure(run_to_end(launch, failing_rank.alone, mode, failing), mode, failing)
 
@@ -176,12 +182,21 @@ def test_a_rank_that_fails_before_it_joins_ends_the_job(run_to_end, mode):
         assert "ValueError: the fault of this rank" in ended.first_traceback()
 
 
-def test_a_sub_group_has_the_time_out_too(run_to_end):
-    ended = run_to_end(launch, failing_rank.in_sub_group)
-    assert ended.status not in (0, None)
-    assert 3 < ended.seconds < 8
-    assert "in_sub_group" in ended.first_traceback()
-    assert not ended.left
+def test_what_only_a_time_out_ends(pool, tmp_path):
+    """The wait for a rank that is stopped, and the wait in a sub-group, which has the time-out too. Side by side."""
+    stopped, apart = tmp_path / "stopped", tmp_path / "apart"
+    stopped.mkdir()
+    apart.mkdir()
+    with (
+        launched(stopped, launch, failing_rank.alone, "SIGSTOP", 2) as first,
+        launched(apart, launch, failing_rank.in_sub_group) as second,
+    ):
+        ended = ending(second, apart)
+        assert ended.status not in (0, None)
+        assert 3 < ended.seconds < 8
+        assert "in_sub_group" in ended.first_traceback()
+        assert not ended.left
+        assert_ended_by_failure(ending(first, stopped), "SIGSTOP", 2)
 
 
 class Process:

@@ -270,7 +270,8 @@ def test_a_watcher_watches_inside_of_its_block():
 
 # ---- slowed links
 
-LATENCY, BANDWIDTH = 0.05, 1e6  # seconds, bytes a second
+LATENCY, BANDWIDTH = 0.02, 2.5e6  # seconds, bytes a second
+TRANSFER = 0.04  # seconds for 100 KB
 
 
 def slowed(run):
@@ -305,20 +306,20 @@ def slowed(run):
         before = len(slept)
         work = gather()
         at_launch = slept[before:]
-        sleep(LATENCY + 0.1 * (run.size - 1) + 0.01)
+        sleep(LATENCY + TRANSFER * (run.size - 1) + 0.01)
         work.wait()
         return seconds, at_launch, slept[before:]
 
 
 def test_slowed_links_take_their_time_and_overlap(pool):
     for ranks in (2, 3):
-        transfer = LATENCY + (ranks - 1) * 0.1  # 100 KB to each of the others
+        transfer = LATENCY + (ranks - 1) * TRANSFER  # 100 KB to each of the others
         for rank, (seconds, at_launch, after_work) in enumerate(pool.run(ranks, slowed)):
             assert seconds["one"] >= transfer - 0.001
             assert seconds["two"] >= 2 * transfer - 0.001, "calls queue on the link"
-            assert seconds["broadcast"] >= LATENCY + (0.1 if rank == 0 else 0) - 0.001
+            assert seconds["broadcast"] >= LATENCY + (TRANSFER if rank == 0 else 0) - 0.001
             halves = 1 if ranks == 2 else 2
-            assert seconds["ordered"] >= halves * LATENCY + 0.2 * (ranks - 1) / ranks - 0.001
+            assert seconds["ordered"] >= halves * LATENCY + 2 * TRANSFER * (ranks - 1) / ranks - 0.001
             assert at_launch == [], "the launch does not sleep"
             assert after_work == [0.0], "work that took longer than the transfer has hidden it"
 

@@ -24,8 +24,15 @@ def digits(run, wrap, microbatches, average):
     return pieces(handle)
 
 
-@pytest.mark.parametrize(("microbatches", "average"), [(1, True), (3, False)])
-@pytest.mark.parametrize("ranks", [drilled(1), drilled(2), 3, 4])
+@pytest.mark.parametrize(
+    ("ranks", "microbatches", "average"),
+    [
+        (3, 3, False),
+        (4, 1, True),
+        *(drilled(ranks, 1, True) for ranks in (1, 2, 3)),
+        *(drilled(r, 3, False) for r in (1, 2, 4)),
+    ],
+)
 @each_version
 def test_digits(pool, wrap, ranks, microbatches, average):
     """A rank that is left out, counted twice, or added in the wrong place would be read off."""
@@ -111,7 +118,7 @@ def uneven(run, wrap, runs):
     return steps
 
 
-@pytest.mark.parametrize("runs", [((0, 1, 2), (), (0, 1)), ((0,), (1,), (2,)), ((), (), (2,)), ((), (), ())])
+@pytest.mark.parametrize("runs", [((0, 1, 2), (), (0, 1)), drilled(((0,), (1,), (2,))), ((), (), (2,)), ((), (), ())])
 @each_version
 def test_empty_microbatches(pool, wrap, runs):
     """On some ranks, or on all; where there is nothing to do, a forward without rows is run."""

@@ -19,7 +19,7 @@ REDUCING_ALWAYS = [name for name in VERSIONS if name.startswith(("stage 2", "sta
 @pytest.mark.parametrize(("optimizer", "dtype"), [drilled("sgd", F64), ("adamw", F32)])
 @pytest.mark.parametrize("ranks", [drilled(1), drilled(2), 3, drilled(4)])
 def test_one_microbatch_without_clipping_gives_the_same_bits_in_all_stages(pool, ranks, optimizer, dtype):
-    recipe = Recipe(optimizer=optimizer, dtype=dtype, average=True)
+    recipe = Recipe(optimizer=optimizer, dtype=dtype, average=True, steps=2)
     expected = pool.run(ranks, train, STAGES["stage 0"], recipe)
     for name, wrap in VERSIONS.items():
         assert same_bits(pool.run(ranks, train, wrap, recipe), expected) == [], name
@@ -31,7 +31,7 @@ def test_three_microbatches_give_the_same_bits_where_each_is_reduced(pool, ranks
     """Stages 2 and 3 add up sums of all ranks; stages 0 and 1 reduce what a rank has added up, to which another order
     of additions belongs: they agree among each other.
     """
-    recipe = Recipe(microbatches=3, dtype=dtype)
+    recipe = Recipe(microbatches=3, dtype=dtype, steps=2)
     for names in (REDUCING_ALWAYS, [name for name in VERSIONS if name not in REDUCING_ALWAYS]):
         first, *others = [pool.run(ranks, train, VERSIONS[name], recipe) for name in names]
         for name, other in zip(names[1:], others, strict=True):
@@ -40,7 +40,7 @@ def test_three_microbatches_give_the_same_bits_where_each_is_reduced(pool, ranks
 
 def test_another_order_of_additions_shows(pool):
     """What the tests above compare is not so coarse that everything is equal."""
-    recipe = Recipe(microbatches=3)
+    recipe = Recipe(microbatches=3, steps=1)
     first, second = (pool.run(3, train, SMALL[name], recipe) for name in ("stage 1", "stage 2"))
     assert len(same_bits(first, second)) > 10
 
@@ -72,7 +72,9 @@ def test_every_element_is_added_in_rank_order(pool, wrap, ranks, average, trains
 # -- overlap -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("ranks", "microbatches"), [(2, 3), (3, 1), drilled(2, 1), drilled(3, 3)])
+@pytest.mark.parametrize(
+    ("ranks", "microbatches"), [(3, 2), drilled(2, 1), drilled(2, 3), drilled(3, 1), drilled(3, 3)]
+)
 def test_overlap_changes_no_bit_however_ranks_dawdle(pool, ranks, microbatches):
     """Weights of megabytes, in buckets of one and of several layers."""
     versions = [

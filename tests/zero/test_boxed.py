@@ -11,6 +11,7 @@ from torch.nn.functional import cross_entropy
 from collectives import boxed, comm
 from collectives.host import Pool
 from collectives.layout import Box
+from tests.zero.versions import drilled
 from zero import Mixed, stage0, stage1, stage2, stage3
 
 WRAP = (stage0.wrap, stage1.wrap, stage2.wrap, stage3.wrap)
@@ -106,7 +107,11 @@ CHANGES = [((1, 3), (3, 2)), ((3, 4), (1, 1)), ((2, 2), (0, 3)), ((0, 2), (2, 4)
 
 @pytest.mark.parametrize(
     ("before", "after", "optimizer"),
-    [*((*change, "adamw") for change in CHANGES), (*CHANGES[0], "sgd"), (*CHANGES[1], "adagrad")],
+    [
+        *(*((*change, "adamw") for change in CHANGES[:3]), (*CHANGES[3], "sgd"), (*CHANGES[4], "adagrad")),
+        *(*(drilled(*change, "adamw") for change in CHANGES[3:]), drilled(*CHANGES[0], "sgd")),
+        drilled(*CHANGES[1], "adagrad"),
+    ],
 )
 def test_goes_on_anywhere(pool, before, after, optimizer):
     (first, ranks), (then, others) = before, after

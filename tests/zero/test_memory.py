@@ -1,6 +1,5 @@
 """What a rank holds after backward, by storage and to the byte, and how far above that a step rises for a moment."""
 
-import contextlib
 import gc
 import itertools
 
@@ -10,6 +9,7 @@ from torch import nn
 
 from collectives import allocated
 from tests.zero.counted import STAGES, Net, adamw, backward, padded
+from tests.zero.versions import drilled
 from zero import Mixed
 
 BF16 = torch.bfloat16
@@ -33,16 +33,11 @@ LECTURE = {
 }
 
 
-@contextlib.contextmanager
 def from_here():
-    """Inside, `living` sees only what was made inside; and it need not look through all of torch each time."""
+    """From now on `living` sees only what is made, and looks through nothing older."""
     torch.optim.SGD([torch.zeros(1)], lr=1)  # the first optimizer of a process imports much of torch
     gc.collect()
     gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
 
 
 def living():
@@ -96,14 +91,14 @@ def hold(run, stage, mixed, sizes, ids):
 
 def hold_all(run, stage):
     ids = torch.tensor([run.rank])
-    with from_here():
-        return [hold(run, stage, KINDS[kind][0], sizes, ids) for kind, sizes in CASES]
+    from_here()
+    return [hold(run, stage, KINDS[kind][0], sizes, ids) for kind, sizes in CASES]
 
 
 CASES = [*((kind, EVEN) for kind in KINDS), ("K = 12", ODD), ("float32", ODD)]
 
 
-@pytest.mark.parametrize("ranks", [1, *(pytest.param(ranks, marks=pytest.mark.drill) for ranks in (2, 3)), 4])
+@pytest.mark.parametrize("ranks", [2, *map(drilled, (1, 3, 4))])
 def test_bytes_after_backward(pool, ranks):
     """Every row of the lecture's table, to the byte: the formula, or where padded that of the row."""
     for stage in range(4):
@@ -135,7 +130,7 @@ def check(stage, ranks, sizes, each, mine):
 
 # -- for a moment ------------------------------------------------------------------------------------------------------
 
-WIDTH, LAYERS, BUCKET, ROWS = 128, 24, 2, 2  # a bucket holds two layers; a layer is one matrix
+WIDTH, LAYERS, BUCKET, ROWS = 128, 16, 2, 2  # a bucket holds two layers; a layer is one matrix
 LAYER = 4 * WIDTH * WIDTH  # bytes
 ACTIVATIONS = 4 * ROWS * WIDTH * (LAYERS + 4) / LAYER  # in layers, less than half of one: every term below counts
 
@@ -143,18 +138,18 @@ ACTIVATIONS = 4 * ROWS * WIDTH * (LAYERS + 4) / LAYER  # in layers, less than ha
 def peak(run, stage, microbatches, overlap):
     """The most that lives during a step without its update, in layers."""
     settings = {} if overlap is None else {"overlap": overlap}
-    with from_here():
-        model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
-        handle = STAGES[stage].wrap(model, run.world, cap=BUCKET * LAYER, **settings)
-        x = torch.randn(ROWS, WIDTH)
+    from_here()
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
+    handle = STAGES[stage].wrap(model, run.world, cap=BUCKET * LAYER, **settings)
+    x = torch.randn(ROWS, WIDTH)
 
-        def zero():
-            for shard in handle.parameters():
-                shard.grad = None
+    def zero():
+        for shard in handle.parameters():
+            shard.grad = None
 
-        rise = allocated.peak_bytes(lambda: backward(handle, model, x, microbatches), run.device, prepare=zero)
-        zero()
-        return (sum(living().values()) + rise) / LAYER
+    rise = allocated.peak_bytes(lambda: backward(handle, model, x, microbatches), run.device, prepare=zero)
+    zero()
+    return (sum(living().values()) + rise) / LAYER
 
 
 def rises(unit, ranks, microbatches, overlap):
@@ -178,7 +173,7 @@ def expected_peak(stage, microbatches, overlap, ranks):
 STEPS = [(0, 2, None), (1, 2, None), *itertools.product((2, 3), (1, 2), (True, False))]
 
 
-@pytest.mark.parametrize("ranks", [2, *(pytest.param(ranks, marks=pytest.mark.drill) for ranks in (3, 4))])
+@pytest.mark.parametrize("ranks", [2, drilled(3), drilled(4)])
 def test_peaks(pool, ranks):
     """Gradients rise above their shards by a bucket or two, and weights by a layer, however many there are."""
     found = {}

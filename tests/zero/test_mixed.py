@@ -13,6 +13,7 @@ from tests.zero.versions import STAGES, VERSIONS, drilled, each_stage, each_vers
 from zero import Mixed
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+UPDATES = 20  # of 6e-4, each less than half of the last place of a 1 in bfloat16
 
 
 def digits(run, wrap, mixed, numbers, *, microbatches, average):
@@ -35,17 +36,20 @@ def sums(pool, wrap, mixed, numbers, *, microbatches=1, average=False):
     return value, dtype
 
 
-@pytest.mark.parametrize("weights", [BF16, F16])
+@pytest.mark.parametrize(("weights", "number", "microbatches"), [(BF16, 1.0, 512), (F16, 1 + 2**-10, 3)])
 @each_stage
-def test_512_microbatches_are_added_in_32_bits(pool, wrap, weights):
-    """T52: in bfloat16 256 + 1 is 256."""
-    assert sums(pool, wrap, Mixed(weights=weights), (1.0,), microbatches=512) == (512.0, F32)
+def test_microbatches_are_added_in_32_bits(pool, wrap, weights, number, microbatches):
+    """T52: in bfloat16 256 + 1 is 256; float16 has no 3 + 3 · 2^-10."""
+    assert sums(pool, wrap, Mixed(weights=weights), (number,), microbatches=microbatches) == (
+        microbatches * number,
+        F32,
+    )
 
 
 @each_stage
-def test_512_microbatches_in_bfloat16_stay_at_256(pool, wrap):
+def test_260_microbatches_in_bfloat16_stay_at_256(pool, wrap):
     """What the setting above is for."""
-    assert sums(pool, wrap, Mixed(gradients=BF16), (1.0,), microbatches=512) == (256.0, BF16)
+    assert sums(pool, wrap, Mixed(gradients=BF16), (1.0,), microbatches=260) == (256.0, BF16)
 
 
 @each_version
@@ -55,7 +59,7 @@ def test_microbatches_of_several_ranks_are_added_in_32_bits(pool, wrap):
 
 @pytest.mark.parametrize(
     ("numbers", "in_32", "in_16"),
-    [((256.0, 1.0), 257.0, 256.0), ((256.0, 1.0, 1.0), 258.0, 258.0), ((256.0, *[1.0] * 7), 263.0, 264.0)],
+    [((256.0, 1.0), 257.0, 256.0), ((256.0, 1.0, 1.0), 258.0, 258.0), ((256.0, *[1.0] * 3), 259.0, 260.0)],
 )
 @pytest.mark.parametrize("stage", STAGES)
 def test_ranks_are_added_in_32_bits(pool, stage, numbers, in_32, in_16):
@@ -65,20 +69,20 @@ def test_ranks_are_added_in_32_bits(pool, stage, numbers, in_32, in_16):
 
 
 @pytest.mark.parametrize("gradients", [F16, F32])
-@pytest.mark.parametrize("ranks", [drilled(2), 8])
+@pytest.mark.parametrize(("ranks", "number"), [drilled(2, 40000.0), (4, 20000.0), drilled(8, 10000.0)])
 @each_stage
-def test_a_mean_in_float16_does_not_overflow(pool, wrap, ranks, gradients):
+def test_a_mean_in_float16_does_not_overflow(pool, wrap, ranks, number, gradients):
     """T57: 80,000 would."""
     mixed = Mixed(weights=F16, gradients=gradients)
-    assert sums(pool, wrap, mixed, (10000.0,) * ranks, average=True) == (10000.0, gradients)
+    assert sums(pool, wrap, mixed, (number,) * ranks, average=True) == (number, gradients)
 
 
 def small_updates(run, wrap, mixed):
-    """T54. A hundred updates of 6e-4 on a weight of 1: masters and weights."""
+    """T54. Updates of 6e-4 on a weight of 1: masters and weights."""
     model = vectors("5 3", F32)
     handle = wrap(model, run.world, mixed=mixed)
     optimizer = torch.optim.SGD(handle.parameters(), lr=6e-4)
-    for _ in range(100):
+    for _ in range(UPDATES):
         optimizer.zero_grad()
         model(torch.ones((), dtype=BF16)).backward()
         handle.finish()
@@ -92,9 +96,9 @@ def small_updates(run, wrap, mixed):
 def test_small_updates_are_not_lost(pool, wrap):
     held, weights = zip(*pool.run(2, small_updates, wrap, Mixed()), strict=True)
     master = torch.tensor(1.0)
-    for _ in range(100):
+    for _ in range(UPDATES):
         master -= 6e-4
-    assert abs(master.item() - 0.94) < 1e-5
+    assert abs(master.item() - 0.988) < 1e-5
     _, masters = assembled(held)
     for name, value in masters.items():
         assert value.dtype == F32 and value.eq(master).all()
@@ -103,7 +107,7 @@ def test_small_updates_are_not_lost(pool, wrap):
 
 def test_small_updates_of_16_bits_are_lost():
     weight = torch.ones(3, dtype=BF16)
-    for _ in range(100):
+    for _ in range(UPDATES):
         weight -= 6e-4
     assert weight.eq(1).all()
 
@@ -168,7 +172,7 @@ def trained_alone(mixed, ranks, microbatches):
 
 
 @pytest.mark.parametrize("weights", [BF16, drilled(F16)])
-@pytest.mark.parametrize(("ranks", "microbatches"), [(2, 1), (3, 3), drilled(1, 3), drilled(3, 1)])
+@pytest.mark.parametrize(("ranks", "microbatches"), [(3, 3), drilled(2, 1), drilled(1, 3), drilled(3, 1)])
 @each_stage
 def test_training_is_that_of_one_process(pool, wrap, ranks, weights, microbatches):
     """Masters within float32's rounding errors; weights are the masters rounded, on every rank. A 16-bit weight that

@@ -24,9 +24,9 @@ RECIPES = {
     "AdamW, accumulated and clipped": Recipe(optimizer="adamw", microbatches=3, limit=5.0),
 }
 OFTEN = [
-    *((ranks, "accumulated, averaged and clipped") for ranks in (1, 2, 3, 4)),
-    *((2, "one microbatch"), (4, "AdamW, zeros kept"), (3, "AdamW, accumulated and clipped")),
-]
+    *((ranks, "accumulated, averaged and clipped") for ranks in (1, 2, 4)),
+    *((2, "one microbatch"), (4, "AdamW, zeros kept")),
+]  # on three ranks every version trains below
 SELDOM = [(ranks, recipe) for ranks in (1, 2, 3, 4) for recipe in RECIPES if (ranks, recipe) not in OFTEN]
 expected = functools.cache(plain)
 
@@ -118,13 +118,13 @@ def gradients_of_the_last_microbatch_only():
 
 
 FAULTS = {
-    "a rank is left out": (last_rank_left_out, Recipe(), "0123"),
-    "no reduction": (no_reduction, Recipe(), "0123"),
-    "no gather": (no_gather, Recipe(), "123"),
-    "a mean for a sum": (mean_for_sum, Recipe(), "0123"),
-    "a sum for a mean": (sum_for_mean, Recipe(average=True), "0123"),
-    "sums of the last microbatch": (sums_of_the_last_microbatch_only, Recipe(microbatches=3), "23"),
-    "gradients of the last microbatch": (gradients_of_the_last_microbatch_only, Recipe(microbatches=3), "01"),
+    "a rank is left out": (last_rank_left_out, Recipe(steps=1), "0123"),
+    "no reduction": (no_reduction, Recipe(steps=1), "0123"),
+    "no gather": (no_gather, Recipe(steps=1), "123"),
+    "a mean for a sum": (mean_for_sum, Recipe(steps=1), "0123"),
+    "a sum for a mean": (sum_for_mean, Recipe(average=True, steps=1), "0123"),
+    "sums of the last microbatch": (sums_of_the_last_microbatch_only, Recipe(microbatches=3, steps=1), "23"),
+    "gradients of the last microbatch": (gradients_of_the_last_microbatch_only, Recipe(microbatches=3, steps=1), "01"),
 }
 
 

@@ -10,10 +10,11 @@ from tests.training import SHARES, Recipe, plain, train, worst
 from tests.zero.versions import SMALL, drilled, each_stage
 
 RECIPES = [Recipe(microbatches=2, limit=5.0), Recipe(optimizer="adamw", average=True)]
+ONE_STEP = Recipe(steps=1)  # shows a fault
 expected = functools.cache(plain)
 
 
-@pytest.mark.parametrize("ranks", [drilled(1), 2, 3, drilled(4)])
+@pytest.mark.parametrize("ranks", [drilled(1), drilled(2), 3, drilled(4)])
 @each_stage
 def test_training_is_that_of_one_process(pool, wrap, ranks):
     for recipe in RECIPES:
@@ -37,6 +38,6 @@ def without_a_reduction(run, wrap, recipe):
 
 @pytest.mark.parametrize("stage", SMALL)
 def test_parity_sees_a_missing_reduction(pool, stage):
-    results = pool.run(2, passthrough.run, without_a_reduction, SMALL[stage], Recipe())
+    results = pool.run(2, passthrough.run, without_a_reduction, SMALL[stage], ONE_STEP)
     with pytest.raises(AssertionError):
-        assert worst(results, expected(Recipe(), sum(SHARES[2]))) <= 1
+        assert worst(results, expected(ONE_STEP, sum(SHARES[2]))) <= 1

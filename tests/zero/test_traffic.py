@@ -11,6 +11,7 @@ from collectives import comm, demo
 from collectives.ledger import Ledger
 from collectives.watch import Watcher, watching
 from tests.zero.counted import STAGES, Net, backward, padded
+from tests.zero.versions import drilled
 from zero import Mixed
 
 VOCAB, WIDTH, HIDDEN = 509, 127, 383
@@ -85,10 +86,10 @@ def steps(run, cases):
     return [step(run, *case) for case in cases]
 
 
-CASES = [(stage, mixed, k) for stage in TIMES for mixed in DTYPES for k in ((2,) if mixed else (1, 2, 3))]
+CASES = [(stage, mixed, k) for stage in TIMES for mixed in DTYPES for k in ((2,) if mixed else (1, 3))]
 
 
-@pytest.mark.parametrize("ranks", [1, *(pytest.param(ranks, marks=pytest.mark.drill) for ranks in (2, 3)), 4])
+@pytest.mark.parametrize("ranks", [3, *map(drilled, (1, 2, 4))])
 def test_traffic(pool, ranks):
     for mine in pool.run(ranks, steps, CASES):
         for (stage, mixed, k), (calls, ledger, sent) in zip(CASES, mine, strict=True):
