@@ -289,7 +289,8 @@ def told_later(run: Runtime, path: Path) -> list[str]:
                 act(saves, run, call)
                 time.sleep(0.005)
         words.append(str(stopped.value))
-        saves.__exit__(None, None, None)
+        if call != "exit":
+            saves.__exit__(None, None, None)
         assert found(run, path / f"{number}") == (1, 0) or call in ("save", "save_async")
     return words
 
