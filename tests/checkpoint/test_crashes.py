@@ -310,6 +310,13 @@ def test_every_state_after_a_crash(pool, memory):
     assert faults(pool, memory, found) == []
 
 
+@pytest.mark.parametrize("name", ["the last one again", "behind training", "a failed save"])
+def test_only_the_first_rank_changes_names(pool, memory, name):
+    _, log = pool.run(2, record, Start(memory / "base"), SCENARIOS[name])
+    done = {(operation.kind, Path(operation.path).name) for operation in log if operation.kind != "mark"}
+    assert done == {("write", "rank-1.safetensors"), ("sync", "rank-1.safetensors")}
+
+
 SHOWS = {  # a fault → where it shows
     **dict.fromkeys(FORGOTTEN, "a new folder"),
     **dict.fromkeys(REPLACED, "the last one"),

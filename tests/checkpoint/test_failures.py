@@ -143,6 +143,8 @@ def fail(run: Runtime, path: Path, case: Case, after: int) -> str:
             assert found(run, path) in [(2, 0), (step, version)], told
             assert {1, 2} <= {each for each, _ in folder.candidates(path)} or found(run, path) == (3, 0), told
         comm.barrier(group=run.world)
+        assert clean(path) or not case.once, "what the failed save left takes up room"
+        comm.barrier(group=run.world)
         assert save(saves, run, step, 7, case.behind) == "", "the next save fails too"
         assert found(run, path) == (step, 7)
         comm.barrier(group=run.world)
