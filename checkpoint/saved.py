@@ -115,7 +115,8 @@ class Saved:
         if wrong:
             raise Stopped(f"the checkpoint {self.path} does not fit this run: {'; '.join(wrong)}")
         try:
-            together(lambda: _none(reader.verify(targets)), group=self.group)
+            share = self.group.rank(), self.group.size()
+            together(lambda: _none([*reader.verify_headers(*share), *reader.verify(targets)]), group=self.group)
         except Stopped as damage:
             raise Stopped(f"{damage}{REMEDY}") from None
         with torch.no_grad():
