@@ -4,6 +4,7 @@ import contextlib
 import itertools
 import threading
 import time
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
@@ -189,6 +190,25 @@ def test_a_failure_surfaces_at_the_next_call(pool, tmp_path, failure, then):
         assert left == ["LOCK", "step-000000"] and step == 3
 
 
+def one_knows_first(run, path, then):
+    """A failure that rank 1's writer has told, and the others' not yet."""
+    failed = Future()
+    checkpoints = opened(run, path)
+    checkpoints._pending = [failed]
+    tell = threading.Timer(0.0 if run.rank == 1 else 0.5, failed.set_exception, [Stopped("rank 1: disk")])
+    tell.start()
+    if run.rank == 1:
+        tell.join()
+    with pytest.raises(Stopped, match="rank 1: disk"):
+        NEXT[then](checkpoints, State({}))
+    return checkpoints._pending
+
+
+@pytest.mark.parametrize("then", ["poll", "save_async"])
+def test_what_one_rank_knows_ends_the_call_of_all(pool, tmp_path, then):
+    assert pool.run(3, one_knows_first, tmp_path, then) == [[]] * 3
+
+
 def both_fail(run, path):
     """Two saves pending that fail; what three waits say, and then a save."""
     gate = threading.Event()
@@ -280,18 +300,18 @@ def test_turns_are_all_ranks_once():
             Storm(**wrong)
 
 
-@pytest.mark.parametrize("pause", [0.0, 0.3, 5.0])
+@pytest.mark.parametrize("pause", [0.0, 0.03, 0.5])
 def test_the_pace_by_a_clock_of_its_own(pause):
-    """So many bytes a second from the first on; a pause, or slow storage, saves up no credit."""
+    """So many bytes a second from the first on; slow storage, or a pause of 5 s, saves up no credit."""
     now = [100.0]
     pace = Pace(10_000.0, clock=lambda: now[0], sleep=lambda seconds: now.__setitem__(0, now[0] + seconds))
     passed = []
-    for _ in range(50):
+    for block in range(50):
         pace.wait(1_000)
         passed.append(now[0])
-        now[0] += pause / 10
+        now[0] += 5.0 if block == 20 else pause
     gaps = [after - before for before, after in itertools.pairwise(passed)]
-    assert all(gap == pytest.approx(max(0.1, pause / 10)) for gap in gaps)
+    assert gaps == pytest.approx([*[max(0.1, pause)] * 20, 5.0, *[max(0.1, pause)] * 28])
     unbounded = Pace(0.0, sleep=lambda seconds: pytest.fail("slept"))
     unbounded.wait(10**12)
 
