@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -30,7 +31,7 @@ from checkpoint.dtypes import DTYPES
 from checkpoint.files import Files, naming
 from checkpoint.folder import Keep
 from checkpoint.manifest import Manifest
-from checkpoint.pace import Storm
+from checkpoint.pace import Pace, Storm
 from checkpoint.plan import Held, Share, deal
 from checkpoint.saved import Saved
 from checkpoint.shard import Values, Written
@@ -108,7 +109,7 @@ class Checkpoints:
         called = time.monotonic()
         self._settle(1)
         job = self._job(step, state, called)
-        job = replace(job, values=self._staging.copy(job.values))
+        job = replace(job, values=together(lambda: self._staging.copy(job.values), group=self.group))
         if self._first:
             before = "the start" if self._durable is None else f"step {self._durable}"
             self.log(
@@ -154,16 +155,15 @@ class Checkpoints:
         pace = self.storm.pace(group.size())
         try:
             with about("checkpoint"):
-                begun = gathered(
-                    lambda: folder.begin(self.files, self.path, job.step) if self._first else None, group=group
-                )
-                partial = begun[0]
-                reports: list[Written] = []
+                begin = partial(folder.begin, self.files, self.path, job.step)
+                unnamed = gathered(begin if self._first else _nothing, group=group)[0]
+                reports: list[tuple[Written, Mapping]] = []
                 for turn in self.storm.turns(group.size()):
-                    mine = group.rank() in turn
-                    wrote = gathered(lambda: self._write_file(partial, job, group, pace) if mine else None, group=group)  # noqa: B023, called now
+                    write = partial(self._write_file, unnamed, job, group, pace)
+                    wrote = gathered(write if group.rank() in turn else _nothing, group=group)
                     reports += [wrote[rank] for rank in turn]
-                together(lambda: self._commit(partial, final, job, reports) if self._first else None, group=group)
+                commit = partial(self._commit, unnamed, final, job, reports)
+                together(commit if self._first else _nothing, group=group)
         except Stopped:
             if self._first:  # on a full disk, the space is wanted
                 with contextlib.suppress(OSError):
@@ -171,23 +171,23 @@ class Checkpoints:
             raise
         return final
 
-    def _write_file(self, partial: Path, job: _Job, group: dist.ProcessGroup, pace: Any) -> tuple[Written, Mapping]:
-        path = partial / f"rank-{group.rank()}.safetensors"
+    def _write_file(self, unnamed: Path, job: _Job, group: dist.ProcessGroup, pace: Pace) -> tuple[Written, Mapping]:
+        path = unnamed / f"rank-{group.rank()}.safetensors"
         written = shard.write(self.files, path, job.values, pace)
         self.files.sync(path)
         return written, job.own
 
-    def _commit(self, partial: Path, final: Path, job: _Job, reports: list[tuple[Written, Mapping]]) -> None:
+    def _commit(self, unnamed: Path, final: Path, job: _Job, reports: list[tuple[Written, Mapping]]) -> None:
         """On the coordinator: validate what the ranks report, publish it, and retire what is older."""
         # IDEA: all have reported before one publishes, so a folder that any rank failed in never gets its name.
         for written, _ in reports:
-            path = partial / written.name
+            path = unnamed / written.name
             with naming(path):
                 size = path.stat().st_size  # of a folder that is not shared, this rank would see its own file only
             if size != written.file.bytes:
                 raise ValueError(f"{path} has {size:,} bytes, its rank wrote {written.file.bytes:,}: share the folder")
         told = _assembled(job, [written for written, _ in reports], [own for _, own in reports], self.about)
-        folder.publish(self.files, partial, final, told)
+        folder.publish(self.files, unnamed, final, told)
         self._durable = job.step
         seconds = time.monotonic() - job.called
         payload = sum(file.bytes for file in told.files.values())
@@ -206,7 +206,7 @@ class Checkpoints:
         another job has it. The first save does so too.
         """
         if not self._owning:
-            together(lambda: self._take() if self._first else None, group=self.group)
+            together(self._take if self._first else _nothing, group=self.group)
             self._owning = True
 
     def _take(self) -> None:
@@ -229,6 +229,10 @@ class Checkpoints:
             self._thread.submit(self._owned.close)  # after what is still being written
             # What is Stopped is so on every rank, and all end what is under way; after another error peers may be gone.
             self._thread.shutdown(wait=error is None or isinstance(error, Stopped))
+
+
+def _nothing() -> None:
+    """What a rank does whose turn it is not."""
 
 
 def _described(step: int, state: State) -> tuple[dict[str, Held], dict[str, Any], bytes]:
