@@ -204,6 +204,7 @@ def loads(run: Runtime, size: str, cut: str, saved_as: str) -> tuple[Place, Part
     dcp.save(source.state_dict(mesh), storage_writer=writer(place), process_group=run.world)
     part, file = Part.new(run, size, cut), place.path / f"raw-{run.rank}"
     write(file, part)
+    comm.barrier(group=run.world)  # rank 0 may delete the folder as soon as it has this
     targets, state_dict, reader = part.state().tensors, part.state_dict(mesh), dcp.FileSystemReader(place.path / "dcp")
     calls = {
         "checkpoint": lambda: find(place.path, group=run.world).read(targets),

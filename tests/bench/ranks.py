@@ -10,7 +10,7 @@ clock goes on by what that round took on its slowest rank. A file of benches say
 from collections.abc import Callable
 from typing import Any
 
-from collectives import turns
+from collectives import comm, turns
 from collectives.runtime import Runtime
 from collectives.turns import Case, Row
 from tests.pool import Pool
@@ -60,6 +60,7 @@ def called_once(run: Runtime, build: Callable[..., Case], args: tuple) -> None:
         case.prepare()
         call()
         case.finish()
+    comm.barrier(group=run.world)  # with the case goes what rank 0 made for all, as a folder
 
 
 def measured(run: Runtime, build: Callable[..., Case], args: tuple, rounds: int) -> list[Row]:
