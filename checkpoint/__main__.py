@@ -11,6 +11,7 @@ parameters in T tensors, P ranks; n are the bytes of parameters, two moments and
 
 import math
 import os
+import random
 import signal
 import sys
 import tempfile
@@ -19,6 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -102,7 +104,12 @@ class Training:
     """A run on the ranks of a group."""
 
     def __init__(self, group: dist.ProcessGroup):
-        torch.manual_seed(0)
+        for seed in (
+            torch.manual_seed,
+            np.random.seed,
+            random.seed,
+        ):  # so that every run has a checkpoint of as many bytes
+            seed(0)
         self.group, self.model = group, Model().double()
         self.shards = Shards(self.model, group)
         self.params = [shard for shard, _, _ in self.shards.pairs]

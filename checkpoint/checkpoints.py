@@ -24,6 +24,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from checkpoint import folder, lock, manifest, plain, plan, saved, shard
@@ -81,8 +82,7 @@ class Checkpoints:
         self.keep, self.storm, self.about, self.log, self.files = keep, storm, about or {}, log, files
         self._first = group.rank() == 0
         self._owned = contextlib.ExitStack()  # the lock, on rank 0
-        self._owning = False
-        self._durable: int | None = None  # the newest complete step, on rank 0
+        self._owning = self._ended = False
         self._dealt: tuple[list[bytes], Share] | None = None  # digests of what all held, and what this rank then writes
         self._staging = Staging()
         self._thread = ThreadPoolExecutor(1, "checkpoint")
@@ -111,12 +111,13 @@ class Checkpoints:
         job = self._job(step, state, called)
         job = replace(job, values=together(lambda: self._staging.copy(job.values), group=self.group))
         if self._first:
-            before = "the start" if self._durable is None else f"step {self._durable}"
-            self.log(
-                f"step {step} staged in {time.monotonic() - called:.3f} s; a failure before it is durable goes back to "
-                f"{before}"
-            )
+            seconds, before = time.monotonic() - called, self._before(step)
+            self.log(f"step {step} staged in {seconds:.3f} s; a failure before it is durable goes back to {before}")
         self._pending.append(self._thread.submit(self._write, job, self.writer_group))
+
+    def _before(self, step: int) -> str:
+        """Where a run goes back to that fails now."""
+        return next((f"step {saved}" for saved, _ in folder.candidates(self.path) if saved < step), "the start")
 
     def poll(self) -> None:
         """Raise Stopped on every rank if a save that is under way has failed on any; waits for none."""
@@ -188,7 +189,6 @@ class Checkpoints:
                 raise ValueError(f"{path} has {size:,} bytes, its rank wrote {written.file.bytes:,}: share the folder")
         told = _assembled(job, [written for written, _ in reports], [own for _, own in reports], self.about)
         folder.publish(self.files, unnamed, final, told)
-        self._durable = job.step
         seconds = time.monotonic() - job.called
         payload = sum(file.bytes for file in told.files.values())
         self.log(f"step {job.step} is durable {seconds:.3f} s after the call: {payload:,} bytes in {final}")
@@ -205,16 +205,21 @@ class Checkpoints:
         """Take the folder: make it, lock it, put in order what a crash left in it. Raises Stopped on every rank if
         another job has it. The first save does so too.
         """
+        if self._ended:
+            raise ValueError(f"the checkpoints in {self.path} have ended with their `with`: make new ones")
         if not self._owning:
             together(self._take if self._first else _nothing, group=self.group)
             self._owning = True
 
     def _take(self) -> None:
+        try:
+            json.dumps(self.about, allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"`about` cannot be JSON, give text, numbers, lists and tables: {error}") from error
         self.files.make_folders(self.path)
         self.files.sync(self.path.parent)  # whoever made the folder may not have
         self._owned.enter_context(lock.held(self.path))
         folder.recover(self.files, self.path)
-        self._durable = next((step for step, _ in folder.candidates(self.path)), None)
 
     def __enter__(self) -> "Checkpoints":
         return self
@@ -226,6 +231,7 @@ class Checkpoints:
             if error is None:
                 self.wait()
         finally:
+            self._ended = True
             self._thread.submit(self._owned.close)  # after what is still being written
             # What is Stopped is so on every rank, and all end what is under way; after another error peers may be gone.
             self._thread.shutdown(wait=error is None or isinstance(error, Stopped))
@@ -249,8 +255,13 @@ def _described(step: int, state: State) -> tuple[dict[str, Held], dict[str, Any]
                 raise ValueError(f"{name} is a tensor of {dtype}, which a checkpoint cannot hold")
             held[name] = Held(dtype, shape, tuple(box for box, _ in boxes))
         for box, tensor in boxes:
+            if tensor.is_meta or tensor.layout != torch.strided or tensor.is_conj() or tensor.is_neg():
+                raise ValueError(f"{name} has no plain memory: give a dense tensor, not on the meta device, resolved")
             if tuple(tensor.shape) != box.local:
                 raise ValueError(f"{name}: the box {list(box.local)} comes with values of shape {list(tensor.shape)}")
+    for what, small in (("shared", state.shared), ("own", state.own)):
+        if odd := [key for key in small if not isinstance(key, str) or key.startswith("$")]:
+            raise ValueError(f"{what} has the key {odd[0]!r}: give text that does not begin with $")
     shared = {key: plain.encode(value, f"shared[{key!r}]") for key, value in state.shared.items()}
     own = {key: plain.encode(value, f"own[{key!r}]") for key, value in state.own.items()}
     digests = {key: hashlib.sha256(json.dumps(value).encode()).hexdigest() for key, value in shared.items()}

@@ -20,5 +20,6 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def raw(tensor: Tensor) -> memoryview:
     """The bytes of a contiguous tensor on the CPU, not copied."""
+    flat = tensor.detach().as_strided((tensor.numel(),), (1,))  # of one element any stride counts as contiguous
     # IDEA: bytes are bytes: no element type, bfloat16 and float8 included, needs code of its own.
-    return memoryview(tensor.detach().view(-1).view(torch.uint8).numpy())
+    return memoryview(flat.view(torch.uint8).numpy())

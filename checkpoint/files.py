@@ -15,9 +15,11 @@ Bytes = bytes | memoryview
 BEHIND = 4 << 20  # bytes of a file that are sent to the disk at a time while what follows is still being made
 
 
-# IDEA: nothing else here changes a disk, so a log of these operations holds every state that a crash can leave.
+# IDEA: nothing else changes a checkpoint, so a log of these operations holds every state that a crash can leave.
 class Files:
-    """Seven operations. Each is an OSError that names the path when it fails; nothing is on the disk before `sync`."""
+    """Six operations, and what is made of them. Each that fails is an OSError naming the path; nothing is on the disk
+    before `sync`.
+    """
 
     def make_folder(self, path: Path) -> None:
         """A new, empty folder; its parent is there."""
@@ -62,11 +64,14 @@ class Files:
             path.rmdir()
 
     def remove(self, path: Path) -> None:
-        """Remove a folder and all that is in it, file by file."""
+        """Remove a folder and all that is in it, file by file; or a file, or a link and not what it leads to."""
+        if path.is_symlink() or not path.is_dir():
+            self.unlink(path)
+            return
         with naming(path):
             inside = sorted(path.iterdir())
         for entry in inside:
-            (self.remove if entry.is_dir() and not entry.is_symlink() else self.unlink)(entry)
+            self.remove(entry)
         self.remove_folder(path)
 
     def replace(self, path: Path, text: str) -> None:

@@ -53,12 +53,23 @@ def name(step: int) -> str:
     return f"step-{step:06d}"
 
 
+def is_checkpoint(path: Path) -> bool:
+    """Whether a folder is one checkpoint, and not a folder of them."""
+    return bool(_NAME.fullmatch(path.name)) or (path / COMMIT).exists()
+
+
+def is_left_over(path: Path) -> bool:
+    """Whether it is what a save that did not end, or a deletion, leaves."""
+    return bool(_LEFT.fullmatch(path.name))
+
+
 def candidates(folder: Path) -> list[tuple[int, Path]]:
     """(step, path) of the checkpoints in a folder, the newest first. What was moved aside counts only where nothing
     took its name.
     """
     with naming(folder):
-        found = [(int(match[1]), path) for path in folder.iterdir() if (match := _NAME.fullmatch(path.name))]
+        folders = [path for path in folder.iterdir() if path.is_dir()]
+    found = [(int(match[1]), path) for path in folders if (match := _NAME.fullmatch(path.name))]
     by_step: dict[int, Path] = {}
     for step, path in sorted(found, key=lambda entry: (-entry[0], entry[1].suffix)):
         by_step.setdefault(step, path)
@@ -108,7 +119,7 @@ def recover(files: Files, folder: Path) -> None:
             files.rename(path, path.with_suffix(""))
     files.sync(folder)
     for path in sorted(folder.iterdir()):
-        if _LEFT.fullmatch(path.name) or (path.suffix == ".old" and _NAME.fullmatch(path.name)):
+        if is_left_over(path) or (path.suffix == ".old" and _NAME.fullmatch(path.name)):
             _delete(files, path)
 
 

@@ -24,7 +24,6 @@ from collectives.agreement import words
 
 COMMANDS = ("inspect", "verify")
 PARTS = 100  # of the progress bar
-ENTRY = 160  # characters of an entry of `about`
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -131,9 +130,9 @@ def _condition(entry: Path, path: Path, wrong: list[str]) -> tuple[str, ...]:
 def _describe(path: Path, told: Manifest, console: Console) -> None:
     console.print(f"{path}: complete, step {told.step:,}, {told.world} ranks, {_total(told):,} bytes of tensors' files")
     for key, value in told.about.items():
-        entries = value if isinstance(value, list) else [value]  # a rank map has an entry a rank
-        for entry in entries:
-            console.print(f"{key}: {_short(json.dumps(entry, ensure_ascii=False))}")
+        entries = {f"{key}.{name}": entry for name, entry in value.items()} if isinstance(value, dict) else {key: value}
+        for name, entry in entries.items():
+            console.print(f"{name}: {json.dumps(entry, ensure_ascii=False)}")
     counts = dict.fromkeys(told.files, 0)
     rows = []
     for name, tensor in told.tensors.items():
@@ -156,7 +155,7 @@ def _keys(tables: Iterable[Mapping[str, Any]]) -> str:
     return ", ".join(dict.fromkeys(key for table in tables for key in table)) or "none"
 
 
-def _short(text: str, length: int = ENTRY) -> str:
+def _short(text: str, length: int) -> str:
     return text if len(text) <= length else f"{text[:length]}…"
 
 

@@ -47,6 +47,8 @@ def held(folder: Path) -> Iterator[None]:
         yield
         with naming(path):
             os.ftruncate(descriptor, 0)
+        with contextlib.suppress(OSError):  # no locks on this storage
+            fcntl.flock(descriptor, fcntl.LOCK_UN)  # also what a process that was forked meanwhile has of it
     finally:
         os.close(descriptor)
 

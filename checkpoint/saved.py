@@ -28,7 +28,7 @@ def find(path: Path, *, group: dist.ProcessGroup, verify: bool = False, fallback
     fallback: where the newest is damaged, the one before it is taken, and so on; implies verify.
     Raises Stopped on every rank, naming the file, where there is none or where the one to be taken is damaged.
     """
-    path = Path(path)
+    path = Path(path).absolute()
     choices = gathered(lambda: _choices(path) if group.rank() == 0 else [], group=group)[0]
     damages = []
     for choice in choices if fallback else choices[:1]:
@@ -43,9 +43,9 @@ def _choices(path: Path) -> list[Path]:
     """What is to be tried, in this order."""
     if not path.is_dir():
         raise ValueError(f"{path} is not a folder: name a checkpoint, or a folder of checkpoints")
-    if path.suffix in (".tmp", ".gone"):
+    if folder.is_left_over(path):
         raise ValueError(f"{path} is a save that did not end, or is being deleted: name another checkpoint")
-    if (path / folder.COMMIT).exists() or path.name.startswith("step-"):
+    if folder.is_checkpoint(path):
         return [path]
     found = [choice for _, choice in folder.candidates(path)]
     if not found:
