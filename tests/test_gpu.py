@@ -1,14 +1,18 @@
 """What a machine with one GPU can show: NCCL with one rank, several ranks on gloo with CUDA tensors."""
 
 import sys
+import tempfile
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
+from checkpoint import Checkpoints, State, find, random_state
 from collectives import comm, runtime
 from collectives.algorithms import direct, doubling, halving, naive, ring, star, tree
 from collectives.competitors import BACKEND, COLLECTIVES, competitors
+from collectives.layout import Box
 from collectives.runtime import Runtime
 from nd_mesh.mesh import Grid
 from tests import jobs, parity
@@ -68,6 +72,29 @@ def algorithms_on_gpu(run: Runtime) -> None:
         assert torch.equal(ones, torch.full_like(ones, run.size)), module.__name__
 
 
+def checkpoint_on_gpu(run: Runtime, folder: Path) -> None:
+    """Saved behind training, which changes the state at once; loaded into memory of the GPU, in another cut."""
+    whole = Box.whole((8 * run.size, 6))
+    values = torch.arange(48.0 * run.size, device=run.device).view(whole.shape)
+    rows = whole.cut(0, 8 * run.rank, 8)
+    mine = values[rows.slices(whole)].clone()
+    writers = run.new_group(range(run.size), "writers", backend="gloo")
+    with Checkpoints(folder, run.world, writer_group=writers) as checkpoints:
+        for step in (1, 2, 3):
+            checkpoints.save_async(step, State({"x": [(rows, mine)]}, own={"random": random_state.capture()}))
+            mine.add_(1000)
+    saved = find(folder, group=run.world)
+    found = torch.zeros_like(values)
+    saved.read({"x": [(whole, found)]})
+    assert torch.equal(found, values + 2000)
+    random_state.restore(saved.own["random"])
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_checkpoint_on_gloo(pool, tmp_path, ranks):
+    pool.run(ranks, on_gpu, checkpoint_on_gpu, tmp_path, timeout=120)
+
+
 @pytest.mark.parametrize("job", [collectives_on_gpu, algorithms_on_gpu])
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_collectives_on_gloo(pool, ranks, job):
@@ -85,6 +112,8 @@ def one_rank() -> None:
         assert run.backend == "nccl" and run.device.type == "cuda"
         collectives_on_gpu(run)
         algorithms_on_gpu(run)
+        with tempfile.TemporaryDirectory() as folder:
+            checkpoint_on_gpu(run, Path(folder))
         for where in ({"dp": 1}, SHARDED):
             cfg = config(**where, dropout=0.1, microbatches=2)
             initial, done = parity.train(run, cfg, documents(), 4)
