@@ -65,6 +65,15 @@ def candidates(folder: Path) -> list[tuple[int, Path]]:
     return list(by_step.items())
 
 
+def is_checkpoint(path: Path) -> bool:
+    """Whether a folder is one checkpoint, be it a damaged one, and no folder of them. Raises ValueError if neither."""
+    if not path.is_dir():
+        raise ValueError(f"{path} is not a folder: name a checkpoint, or a folder of checkpoints")
+    if _LEFT.fullmatch(path.name):
+        raise ValueError(f"{path} is a save that did not end, or is being deleted: name another checkpoint")
+    return _NAME.fullmatch(path.name) is not None or (path / COMMIT).exists()
+
+
 def complete(path: Path) -> tuple[Manifest, str]:
     """The manifest of a checkpoint and its text, if it is as it was committed and every file has its size.
 
