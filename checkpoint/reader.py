@@ -48,6 +48,11 @@ class Reader:
                 continue
             shapes = {box.shape for box, _ in boxes} - {saved.shape}
             wrong += [f"{name} has shape {list(saved.shape)}, here {list(shape)}" for shape in sorted(shapes)]
+            wrong += [
+                f"{name}: the box {list(box.local)} comes with a tensor of shape {list(tensor.shape)}"
+                for box, tensor in boxes
+                if tuple(tensor.shape) != box.local
+            ]
             dtypes = {dtype_name(tensor.dtype) for _, tensor in boxes} - {saved.dtype}
             wrong += [f"{name} is {saved.dtype}, here {dtype}" for dtype in sorted(dtypes)]
         return wrong
