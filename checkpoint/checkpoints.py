@@ -16,7 +16,7 @@ import contextlib
 import hashlib
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -53,7 +53,17 @@ class _Job:
     values: Values
     own: Mapping[str, Any]
     shared: Mapping[str, Any]
+    names: Collection[str]  # of every tensor that any rank has
     called: float  # when, by time.monotonic
+
+
+@dataclass(frozen=True)
+class _Dealt:
+    """Who writes what, as long as all ranks hold what they held."""
+
+    digests: list[bytes]  # of what each holds
+    share: Share  # of this rank
+    names: Collection[str]
 
 
 class Checkpoints:
@@ -83,7 +93,7 @@ class Checkpoints:
         self._first = group.rank() == 0
         self._owned = contextlib.ExitStack()  # the lock, on rank 0
         self._owning = self._ended = False
-        self._dealt: tuple[list[bytes], Share] | None = None  # digests of what all held, and what this rank then writes
+        self._dealt: _Dealt | None = None
         self._staging = Staging()
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._pending: list[Future[Path]] = []  # the oldest first; at most SLOTS, equally many on all ranks
@@ -144,11 +154,12 @@ class Checkpoints:
         everyone = comm.all_gather_object((step, small["shared digests"], digest), group=self.group)
         _check_alike(everyone)
         digests = [digest for _, _, digest in everyone]
-        if self._dealt is None or self._dealt[0] != digests:
+        if self._dealt is None or self._dealt.digests != digests:
             descriptions = comm.all_gather_object(held, group=self.group)
             shares = together(lambda: deal(descriptions), group=self.group)
-            self._dealt = digests, shares[self.group.rank()]
-        return _Job(step, _chosen(state.tensors, self._dealt[1]), small["own"], small["shared"], called)
+            self._dealt = _Dealt(digests, shares[self.group.rank()], sorted(set().union(*descriptions)))
+        values = _chosen(state.tensors, self._dealt.share)
+        return _Job(step, values, small["own"], small["shared"], self._dealt.names, called)
 
     def _write(self, job: _Job, group: dist.ProcessGroup) -> Path:
         """The protocol, from a folder to a checkpoint. Collective over `group`."""
@@ -297,7 +308,8 @@ def _assembled(job: _Job, reports: list[Written], own: list[Mapping], about: Map
         for name, part in written.tensors.items():
             before = tensors[name].pieces if name in tensors else ()
             tensors[name] = replace(part, pieces=(*before, *part.pieces))
-    wrong = [fault for name, tensor in tensors.items() for fault in plan.coverage(name, tensor.shape, tensor.boxes())]
+    wrong = [f"{name} was written by nobody" for name in job.names if name not in tensors]
+    wrong += [fault for name, tensor in tensors.items() for fault in plan.coverage(name, tensor.shape, tensor.boxes())]
     if wrong:
         raise ValueError(f"what the ranks wrote is not complete: {'; '.join(wrong)}")
     files = {written.name: written.file for written in reports}

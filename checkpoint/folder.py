@@ -53,16 +53,6 @@ def name(step: int) -> str:
     return f"step-{step:06d}"
 
 
-def is_checkpoint(path: Path) -> bool:
-    """Whether a folder is one checkpoint, and not a folder of them."""
-    return bool(_NAME.fullmatch(path.name)) or (path / COMMIT).exists()
-
-
-def is_left_over(path: Path) -> bool:
-    """Whether it is what a save that did not end, or a deletion, leaves."""
-    return bool(_LEFT.fullmatch(path.name))
-
-
 def candidates(folder: Path) -> list[tuple[int, Path]]:
     """(step, path) of the checkpoints in a folder, the newest first. What was moved aside counts only where nothing
     took its name.
@@ -74,6 +64,15 @@ def candidates(folder: Path) -> list[tuple[int, Path]]:
     for step, path in sorted(found, key=lambda entry: (-entry[0], entry[1].suffix)):
         by_step.setdefault(step, path)
     return list(by_step.items())
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether a folder is one checkpoint, be it a damaged one, and no folder of them. Raises ValueError if neither."""
+    if not path.is_dir():
+        raise ValueError(f"{path} is not a folder: name a checkpoint, or a folder of checkpoints")
+    if _LEFT.fullmatch(path.name):
+        raise ValueError(f"{path} is a save that did not end, or is being deleted: name another checkpoint")
+    return _NAME.fullmatch(path.name) is not None or (path / COMMIT).exists()
 
 
 def complete(path: Path) -> tuple[Manifest, str]:
@@ -119,7 +118,7 @@ def recover(files: Files, folder: Path) -> None:
             files.rename(path, path.with_suffix(""))
     files.sync(folder)
     for path in sorted(folder.iterdir()):
-        if is_left_over(path) or (path.suffix == ".old" and _NAME.fullmatch(path.name)):
+        if _LEFT.fullmatch(path.name) or (path.suffix == ".old" and _NAME.fullmatch(path.name)):
             _delete(files, path)
 
 

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from checkpoint import folder, lock, manifest
+from checkpoint import folder, lock
 from checkpoint.manifest import Manifest
 from checkpoint.reader import Reader
 from collectives.agreement import words
@@ -45,7 +45,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def inspect(path: Path, console: Console) -> int:
     """Print what a checkpoint consists of, or a line for each checkpoint in a folder."""
-    if _is_checkpoint(path):
+    if folder.is_checkpoint(path):
         _describe(path, folder.complete(path)[0], console)
         return 0
     wrong: list[str] = []
@@ -60,7 +60,7 @@ def inspect(path: Path, console: Console) -> int:
 
 def verify(path: Path, console: Console) -> int:
     """Hash every byte of a checkpoint, or of all complete ones in a folder; 1 if any is damaged."""
-    chosen = [path] if _is_checkpoint(path) else [found for _, found in folder.candidates(path)]
+    chosen = [path] if folder.is_checkpoint(path) else [found for _, found in folder.candidates(path)]
     if not chosen:
         raise ValueError(f"{path} has no complete checkpoint: name another folder")
     return max([_verify(one, console) for one in chosen])
@@ -88,15 +88,6 @@ def damage(path: Path, told: Manifest, console: Console) -> list[str]:
         wrong += reader.verify_share(part, parts)
     of_files = [[line for line in wrong if line.startswith(f"{path / file} ")] for file in told.files]
     return [lines[0] + (f", and {len(lines) - 1} more" if lines[1:] else "") for lines in of_files if lines]
-
-
-def _is_checkpoint(path: Path) -> bool:
-    """Whether a folder is one checkpoint and no folder of them. Raises ValueError where it is neither."""
-    if not path.is_dir():
-        raise ValueError(f"{path} is not a folder: name a checkpoint, or the folder of a run's")
-    if path.suffix in (".tmp", ".gone") and path.name.startswith("step-"):
-        raise ValueError(f"{path} is a checkpoint that was never complete or is being deleted: name another")
-    return path.name.startswith("step-") or any((path / name).exists() for name in (folder.COMMIT, manifest.NAME))
 
 
 # -- a folder of checkpoints -------------------------------------------------------------------------------------------

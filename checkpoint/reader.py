@@ -13,10 +13,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
-from checkpoint.dtypes import DTYPES, dtype_name
+from checkpoint.dtypes import DTYPES
 from checkpoint.files import naming
 from checkpoint.manifest import Manifest, Piece
+from checkpoint.plan import contains
 from checkpoint.shard import BLOCK, Values, digest
 from collectives.layout import Box
 
@@ -48,8 +50,9 @@ class Reader:
                 continue
             shapes = {box.shape for box, _ in boxes} - {saved.shape}
             wrong += [f"{name} has shape {list(saved.shape)}, here {list(shape)}" for shape in sorted(shapes)]
-            dtypes = {dtype_name(tensor.dtype) for _, tensor in boxes} - {saved.dtype}
-            wrong += [f"{name} is {saved.dtype}, here {dtype}" for dtype in sorted(dtypes)]
+            dtypes = {tensor.dtype for _, tensor in boxes} - {DTYPES[saved.dtype]}
+            wrong += [f"{name} is {DTYPES[saved.dtype]}, here {dtype}" for dtype in sorted(dtypes, key=str)]
+            wrong += [f"{name}: {fault}" for box, tensor in boxes for fault in _unfit(box, tensor)]
         return wrong
 
     def verify(self, targets: Values) -> list[str]:
@@ -130,6 +133,22 @@ class Reader:
                 # A private copy, because torch knows no memory that cannot be written.
                 self._maps[file] = memoryview(mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY))
         return self._maps[file]
+
+
+def _unfit(box: Box, tensor: Tensor) -> Iterator[str]:
+    """Why a tensor cannot be filled with the values of a box."""
+    if tuple(tensor.shape) != box.local:
+        yield f"the box {list(box.local)} comes with a tensor of shape {list(tensor.shape)}"
+    if not contains(Box.whole(box.shape), box):
+        yield f"{list(box.local)} at {list(box.offset)} is no part of {list(box.shape)}"
+    if (
+        tensor.is_meta
+        or tensor.layout != torch.strided
+        or any(length > 1 and not stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    ):
+        yield "its tensor has no memory of its own: give a dense one, neither on the meta device nor expanded"
+    if tensor.is_inference() and not torch.is_inference_mode_enabled():
+        yield "an inference tensor cannot be changed: make it outside of torch.inference_mode"
 
 
 def _span(part: Box, within: Box) -> tuple[int, int]:

@@ -41,10 +41,6 @@ def find(path: Path, *, group: dist.ProcessGroup, verify: bool = False, fallback
 
 def _choices(path: Path) -> list[Path]:
     """What is to be tried, in this order."""
-    if not path.is_dir():
-        raise ValueError(f"{path} is not a folder: name a checkpoint, or a folder of checkpoints")
-    if folder.is_left_over(path):
-        raise ValueError(f"{path} is a save that did not end, or is being deleted: name another checkpoint")
     if folder.is_checkpoint(path):
         return [path]
     found = [choice for _, choice in folder.candidates(path)]

@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import random
+import re
 import shutil
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -173,6 +174,45 @@ def test_a_file_that_is_not_what_was_written(pool, tmp_path, name, damage):
         assert step == -1 and str(tmp_path / "run" / "step-000002" / name) in words, words
         assert words.endswith("name an earlier checkpoint, or allow to fall back to one")
     assert fallback == (1, "")
+
+
+def cut_later(run: Runtime, path: Path) -> list[str]:
+    """A file is cut after the checkpoint was found, so that its manifest says otherwise; then it is looked for."""
+    save(run, path)
+    saved, words = find(path, group=run.world), []
+    comm.barrier(group=run.world)
+    if run.rank == 0:
+        cut(path / "step-000002" / FILES[1])
+    comm.barrier(group=run.world)
+    for act in (lambda: saved.read(tiny.wanted(tiny.empty())), lambda: find(path, group=run.world)):
+        with pytest.raises(Stopped) as stopped:
+            act()
+        words.append(str(stopped.value))
+    return words
+
+
+def test_a_file_that_is_cut_after_it_was_found(pool, tmp_path):
+    for words in pool.run(2, cut_later, tmp_path):
+        assert all(re.search(rf"{tmp_path}/step-000002/{FILES[1]} has \d+ bytes, \d+ were written", w) for w in words)
+
+
+def header_of_another(run: Runtime, path: Path) -> None:
+    """The header of a file in which lies nothing that is wanted."""
+    save(run, path)
+    saved = find(path, group=run.world)
+    [piece] = saved.manifest.tensors["count"].pieces
+    [other] = {*FILES[:2]} - {piece.file}
+    flip(run, saved.path / other, 20, 1)
+    with pytest.raises(Stopped) as stopped:
+        saved.read({"count": tiny.wanted(tiny.empty())["count"]}, all_names=False)
+    assert f"{saved.path / other} is damaged in its header" in str(stopped.value)
+    flip(run, saved.path / other, 20, 1)
+    flip(run, saved.path / other, -1, 1)
+    saved.read({"count": tiny.wanted(tiny.empty())["count"]}, all_names=False)
+
+
+def test_a_part_is_read_past_damage_elsewhere_but_for_headers(pool, tmp_path):
+    pool.run(2, header_of_another, tmp_path)
 
 
 def swap(file: Path) -> None:

@@ -153,3 +153,34 @@ def ended(run: Runtime, path: Path) -> None:
 
 def test_after_its_end_nothing_is_saved_without_the_lock(pool, tmp_path):
     pool.run(1, ended, tmp_path)
+
+
+UNFIT = {
+    "too short": (Box.whole((5,)), torch.zeros(1), "comes with a tensor of shape [1]"),
+    "too long": (Box.whole((5,)), torch.zeros(10), "comes with a tensor of shape [10]"),
+    "sticks out": (Box((5,), (3,), (5,)), torch.zeros(5), "[5] at [3] is no part of [5]"),
+    "meta": (Box.whole((5,)), torch.empty(5, device="meta"), "has no memory of its own"),
+    "expanded": (Box.whole((5,)), torch.zeros(1).expand(5), "has no memory of its own"),
+    "dtype": (Box.whole((5,)), torch.zeros(5, dtype=torch.complex128), "x is torch.float32, here torch.complex128"),
+}
+
+
+def unfit(run: Runtime, path: Path) -> list[str]:
+    """On rank 1 a target cannot be filled; before it comes one that could."""
+    told = []
+    with Checkpoints(path, run.world) as saves:
+        saves.save(1, State({name: [(Box.whole((5,)), torch.arange(5.0))] for name in ("a", "x")}))
+        saved = saves.open()
+        for box, tensor, _ in UNFIT.values():
+            first, chosen = torch.zeros(5), (box, tensor) if run.rank else (Box.whole((5,)), torch.zeros(5))
+            with pytest.raises(Stopped) as stopped:
+                saved.read({"a": [(Box.whole((5,)), first)], "x": [chosen]})
+            assert not first.any()
+            told.append(str(stopped.value))
+    return told
+
+
+def test_nothing_is_filled_where_one_target_is_unfit(pool, tmp_path):
+    ranks = pool.run(2, unfit, tmp_path)
+    assert ranks[0] == ranks[1]
+    assert all(words in told for told, (_, _, words) in zip(ranks[0], UNFIT.values(), strict=True)), ranks[0]

@@ -112,6 +112,15 @@ def test_verify_says_that_all_is_well(runs, capsys):
     assert [Path(line.partition(":")[0]).name for line in out] == ["step-000003", "step-000002", "step-000001"]
 
 
+def test_a_folder_that_has_a_manifest_of_its_own(runs, capsys):
+    """As a run's has, whatever it is called."""
+    (runs / "manifest.json").write_text("{}")
+    other = runs.rename(runs.with_name("step-by-step.tmp"))
+    for command, lines in (("inspect", 5), ("verify", 3)):
+        status, out, err = said(capsys, command, other)
+        assert (status, len(out), err) == (0, lines, [])
+
+
 @pytest.mark.parametrize("file", ["rank-0.safetensors", "rank-1.safetensors", "manifest.json", "COMMIT"])
 def test_verify_sees_every_byte(runs, capsys, file):
     path = runs / "step-000002" / file
@@ -158,9 +167,9 @@ def test_one_line_where_there_is_nothing(runs, capsys, command):
     (runs / "empty").mkdir()
     (runs / "step-000004.tmp").mkdir()
     cases = {
-        "missing": "is not a folder: name a checkpoint, or the folder of a run's",
-        "step-000002/COMMIT": "is not a folder: name a checkpoint, or the folder of a run's",
-        "step-000004.tmp": "is a checkpoint that was never complete or is being deleted: name another",
+        "missing": "is not a folder: name a checkpoint, or a folder of checkpoints",
+        "step-000002/COMMIT": "is not a folder: name a checkpoint, or a folder of checkpoints",
+        "step-000004.tmp": "is a save that did not end, or is being deleted: name another checkpoint",
         "empty": f"has no {'complete ' if command == 'verify' else ''}checkpoint: name another folder",
     }
     for name, message in cases.items():

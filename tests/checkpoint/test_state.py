@@ -406,6 +406,23 @@ def test_the_parameters_alone(pool, written):
     pool.run(3, only_parameters, written, False)
 
 
+def wrong_tensors(run, path):
+    """On one rank a target is not of its box's shape: the words, and whether the others were filled."""
+    fine, wrong = torch.zeros(5, dtype=torch.float64), torch.zeros(2 if run.rank == 1 else 4, dtype=torch.float64)
+    with Checkpoints(path, run.world) as checkpoints:
+        checkpoints.save(
+            0, State({n: [(Box.whole(t), torch.ones(t).double())] for n, t in {"a": (5,), "b": (4,)}.items()})
+        )
+    with pytest.raises(Stopped) as error:
+        find(path, group=run.world).read({"a": [(Box.whole((5,)), fine)], "b": [(Box.whole((4,)), wrong)]})
+    return str(error.value), fine.any().item()
+
+
+def test_a_target_that_is_not_of_its_box(pool, tmp_path):
+    for words, filled in pool.run(2, wrong_tensors, tmp_path):
+        assert words.endswith("b: the box [4] comes with a tensor of shape [2]") and not filled
+
+
 # -- which checkpoint --------------------------------------------------------------------------------------------------
 
 
