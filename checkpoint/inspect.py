@@ -24,6 +24,7 @@ from collectives.agreement import words
 
 COMMANDS = ("inspect", "verify")
 PARTS = 100  # of the progress bar
+LINE = 120  # characters: what `about` says in more is divided
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -121,9 +122,12 @@ def _condition(entry: Path, path: Path, wrong: list[str]) -> tuple[str, ...]:
 def _describe(path: Path, told: Manifest, console: Console) -> None:
     console.print(f"{path}: complete, step {told.step:,}, {told.world} ranks, {_total(told):,} bytes of tensors' files")
     for key, value in told.about.items():
-        entries = {f"{key}.{name}": entry for name, entry in value.items()} if isinstance(value, dict) else {key: value}
-        for name, entry in entries.items():
-            console.print(f"{name}: {json.dumps(entry, ensure_ascii=False)}")
+        text = json.dumps(value, ensure_ascii=False)
+        if len(text) <= LINE or not isinstance(value, dict):
+            console.print(f"{key}: {text}")
+        else:  # such as a configuration, a line a table
+            for name, entry in value.items():
+                console.print(f"{key}.{name}: {json.dumps(entry, ensure_ascii=False)}")
     counts = dict.fromkeys(told.files, 0)
     rows = []
     for name, tensor in told.tensors.items():

@@ -363,10 +363,15 @@ MISFITS = {
     "renamed": ({"renamed": "vector"}, ["parameter/new is not in it", "exp_avg/vector is unknown here"]),
     "more": ({"more": "cube"}, ["parameter/cube is unknown here", "step/cube is unknown here"]),
     "shape": ({"shape": "matrix"}, ["parameter/matrix has shape [7, 5], here [5, 7]", "exp_avg/matrix has shape"]),
-    "dtype": ({"dtype": "matrix"}, ["parameter/matrix is F32, here F16"]),
+    "dtype": ({"dtype": "matrix"}, ["parameter/matrix is torch.float32, here torch.float16"]),
     "all": (
         {"renamed": "vector", "more": "cube", "shape": "matrix", "dtype": "tall"},
-        ["parameter/new is not", "cube is unknown", "matrix has shape [7, 5]", "tall is F64, here F16"],
+        [
+            "parameter/new is not",
+            "cube is unknown",
+            "matrix has shape [7, 5]",
+            "tall is torch.float64, here torch.float16",
+        ],
     ),
 }
 
