@@ -86,6 +86,7 @@ def _steps(trainer: Trainer, report: metrics.Report, checkpoints: Checkpoints, f
         agree(report.failure, trainer.run.device, group=trainer.run.world)
         if train.save_every and (_due(train.save_every, record.step) or record.step == train.steps):
             trainer.save(checkpoints, record.step)
+    checkpoints.wait()  # here, where those who watch communication watch all of it
     report.say(f"trained for {time.perf_counter() - began:.0f} s, evaluation included")
 
 

@@ -56,7 +56,7 @@ class Trainer:
         self.handle, self.recomputed = parallelize(self.model, config, self.mesh, run.device)
         self.optimizer = self._make_optimizer()
         self.tokens = 0  # valid ones consumed so far
-        self.metrics: dict[str, float] = {}  # of the last step
+        self.metrics: dict[str, float] = {}  # the newest of each
 
     @functools.cached_property
     def about(self) -> dict[str, Any]:
@@ -151,7 +151,8 @@ class Trainer:
             total[1] += (batch.labels != IGNORE).sum()
         comm.all_reduce(total, group=self.mesh.group("data"), ordered=True)
         self.model.train()
-        return (total[0] / total[1].clamp(min=1)).item()
+        self.metrics["validation_loss"] = (total[0] / total[1].clamp(min=1)).item()
+        return self.metrics["validation_loss"]
 
     def checkpoints(self, folder: Path, log: Callable[[str], object] = lambda line: None) -> Checkpoints:
         """Those of this run, in a folder."""
