@@ -72,9 +72,9 @@ class Checkpoints:
     Use it in a `with`: the end waits for what is still being written. The first save takes the folder's lock.
 
     group: from the main thread. writer_group: of the same ranks, on gloo and used by nothing else, for `save_async`; a
-    rank must have written its file within its time-out. Who watches communication (collectives/watch.py) ends to do so
-    after a `wait`, or ranks that write behind would be watched in part. about: what the run says of itself, used on rank 0. log: is
-    given a line a save, on rank 0, also from another thread.
+    rank must have written its file within its time-out. about: what the run says of itself, JSON, used on rank 0. log:
+    is given a line a save, on rank 0, also from another thread. Who watches communication (collectives/watch.py) ends
+    to do so after a `wait`, or what is written behind would be watched in part.
     """
 
     def __init__(

@@ -350,7 +350,7 @@ def test_a_disk_that_fills_loses_nothing_that_was_saved(pool, small_disk, free):
 
 def test_the_command_ends_with_one_line(tmp_path, command):
     ending = jobs.run([sys.executable, *command, "--train.out", str(tmp_path / "out"), "--train.resume", "nowhere"])
-    words = "error: nowhere is not a folder: name a checkpoint, or a folder of checkpoints"
+    words = f"error: {Path('nowhere').absolute()} is not a folder: name a checkpoint, or a folder of checkpoints"
     assert ending.status == 2 and ending.output.splitlines() == [words]
 
 
