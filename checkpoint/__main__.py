@@ -11,6 +11,7 @@ parameters in T tensors, P ranks; n are the bytes of parameters, two moments and
 
 import math
 import os
+import random
 import signal
 import sys
 import tempfile
@@ -103,6 +104,7 @@ class Training:
 
     def __init__(self, group: dist.ProcessGroup):
         torch.manual_seed(0)
+        random.seed(0)  # its state is text, whose length the README tells
         self.group, self.model = group, Model().double()
         self.shards = Shards(self.model, group)
         self.params = [shard for shard, _, _ in self.shards.pairs]
