@@ -15,10 +15,10 @@ Bytes = bytes | memoryview
 BEHIND = 4 << 20  # bytes of a file that are sent to the disk at a time while what follows is still being made
 
 
-# IDEA: nothing else changes a checkpoint, so a log of these operations holds every state that a crash can leave.
+# IDEA: nothing else changes a disk but the lock, so a log of these operations holds every state a crash can leave.
 class Files:
-    """Six operations, and what is made of them. Each that fails is an OSError naming the path; nothing is on the disk
-    before `sync`.
+    """Six operations, and three made of them. Each raises an OSError that names the path; only what went through `sync`
+    is on the disk for sure.
     """
 
     def make_folder(self, path: Path) -> None:

@@ -1,8 +1,9 @@
 """Reading: the boxes that were saved, intersected with the boxes that are wanted, whatever mesh cut either.
 
 A rank maps the files that hold anything of what it wants, hashes the blocks it needs and copies out of them. So it
-reads what it needs, rounded up to whole blocks, and headers; and nothing is changed before all of it was verified: the
-second look at a page costs no read. PyTorch's counterpart: the load planner of torch.distributed.checkpoint; it verifies nothing.
+reads what it needs, rounded up to whole blocks, and its share of the headers; and nothing is changed before all of it
+was verified: the second look at a page costs no read while memory lasts. PyTorch's counterpart: the load planner of
+torch.distributed.checkpoint; it verifies nothing.
 """
 
 import math

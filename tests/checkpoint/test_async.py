@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import re
 import threading
 import time
 from concurrent.futures import Future
@@ -141,6 +142,50 @@ def beside(run, path):
 
 def test_training_goes_on_beside_it(pool, tmp_path):
     assert pool.run(3, beside, tmp_path) == [True] * 3
+
+
+def told(run, path):
+    """The lines of a job that saves two steps behind training, and of one that goes on from there."""
+    jobs = []
+    for steps in ((3, 6), (9,)):
+        lines = []
+        with opened(run, path, log=lines.append) as checkpoints:
+            for step in steps:
+                checkpoints.save_async(step, State(large(run, 1)))
+                checkpoints.wait()
+        jobs.append([re.sub(r"\d+\.\d+ s", "… s", line) for line in lines])
+    return jobs
+
+
+def test_the_durability_window_is_told(pool, tmp_path):
+    first, *others = pool.run(3, told, tmp_path)
+    assert others == [[[], []]] * 2
+    lines = []
+    for step, before in ((3, "the start"), (6, "step 3"), (9, "step 6")):
+        folder = tmp_path / f"step-{step:06d}"
+        size = sum(file.stat().st_size for file in folder.glob("rank-*"))
+        lines.append(f"step {step} staged in … s; a failure before it is durable goes back to {before}")
+        lines.append(f"step {step} is durable … s after the call: {size:,} bytes in {folder}")
+    assert first == [lines[:4], lines[4:]]
+
+
+def grows(run, path):
+    """Saves of more, less and other bytes than the slots were made for."""
+    dtypes = (torch.bool, torch.float64, torch.bfloat16, torch.int64)
+    with opened(run, path) as checkpoints:
+        for step, sizes in enumerate([(3,), (5, 3, 1), (1, 70, 3, 5), (1,), (9, 1, 200, 7)]):
+            state = {f"t{i}": [(Box.whole((n,)), torch.full((n,), step).to(dtypes[i]))] for i, n in enumerate(sizes)}
+            checkpoints.save_async(step, State(state))
+        checkpoints.wait()
+        for step in range(5):
+            saved = find(path / f"step-{step:06d}", group=run.world)
+            targets = {name: [(Box.whole(s), torch.zeros(s, dtype=d))] for name, (d, s) in saved.tensors.items()}
+            saved.read(targets)
+            assert all((tensor == torch.tensor(step).to(tensor.dtype)).all() for [(_, tensor)] in targets.values())
+
+
+def test_slots_of_any_sizes_and_elements(pool, tmp_path):
+    pool.run(2, grows, tmp_path)
 
 
 # -- what fails --------------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 import errno
 import fcntl
 import itertools
+import json
 import multiprocessing
 import os
 import re
@@ -401,6 +402,15 @@ def test_a_living_owner_on_storage_without_locks(tmp_path, no_locks):
     finally:
         owner.kill()
         owner.join()
+
+
+def test_a_later_process_of_the_owners_number(tmp_path, no_locks):
+    words = {"host": os.uname().nodename, "pid": os.getpid(), "started": "0", "since": "yesterday"}
+    (tmp_path / lock.NAME).write_text(json.dumps(words))
+    assert lock.holder(tmp_path) == ""
+    with lock.held(tmp_path):
+        assert f"process {os.getpid()} on" in lock.holder(tmp_path)
+    assert lock.holder(tmp_path) == ""
 
 
 def test_an_owner_elsewhere_is_believed_on_storage_without_locks(tmp_path, no_locks):

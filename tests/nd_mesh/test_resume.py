@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from checkpoint import Keep, Storm
 from checkpoint.folder import candidates
 from collectives.agreement import Stopped
 from collectives.runtime import Runtime
@@ -111,6 +112,32 @@ def test_a_damaged_one(pool, tmp_path):
     falling_back = replace(again, checkpoint=CheckpointConfig(fallback=True))
     assert pool.run(2, run_until, falling_back, None) == ["done"] * 2
     assert records(tmp_path / "cut") == whole
+
+
+def saved_with_settings(run: Runtime, cfg: Config, folder: Path) -> tuple:
+    """Three steps, a checkpoint, and what another trainer takes from it."""
+    built = trainer(run, cfg)
+    for step in range(3):
+        built.step(step)
+    with built.checkpoints(folder) as checkpoints:
+        built.save(checkpoints, 3)
+        pending = len(checkpoints._pending)
+    again = trainer(run, cfg)
+    found = again.resume(folder)
+    assert (again.tokens, again.metrics) == (built.tokens, built.metrics)
+    return checkpoints.keep, checkpoints.storm, pending, found.shared, found.manifest.about, built.tokens, built.metrics
+
+
+def test_settings_and_what_it_tells_of_the_run(pool, tmp_path):
+    settings = CheckpointConfig(asynchronous=True, keep_last=2, keep_every=4, writers=1, bandwidth=3)
+    ranks = pool.run(2, saved_with_settings, config(2, settings), tmp_path)
+    for keep, storm, pending, shared, about, tokens, last in ranks:
+        assert (keep, storm, pending) == (Keep(2, 4), Storm(1, 3_000_000), 1)
+        assert tokens > 0 and last.keys() == {"loss", "grad_norm", "lr"}
+        assert shared == {"step": 3, "data_cursor": 3, "samples": 15, "tokens": tokens, "metrics": last}
+        assert about.keys() >= {"started", "world", "backend", "device", "commit", "data", "versions", "config"}
+        assert [about["ranks"][str(rank)]["dp"] for rank in range(2)] == [0, 1]
+        assert about["config"]["mesh"]["dp"] == 2 and about["versions"].keys() >= {"python", "torch", "numpy"}
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------
