@@ -119,16 +119,8 @@ class Checkpoints:
             raise ValueError("save_async needs a process group of its own: give Checkpoints a writer_group, on gloo")
         called = time.monotonic()
         self._settle(1)
-        job = self._job(step, state, called)
-        job = replace(job, values=together(lambda: self._staging.copy(job.values), group=self.group))
-        if self._first:
-            seconds, before = time.monotonic() - called, self._before(step)
-            self.log(f"step {step} staged in {seconds:.3f} s; a failure before it is durable goes back to {before}")
+        job = together(partial(self._stage, self._job(step, state, called)), group=self.group)
         self._pending.append(self._thread.submit(self._write, job, self.writer_group))
-
-    def _before(self, step: int) -> str:
-        """Where a run goes back to that fails now."""
-        return next((f"step {saved}" for saved, _ in folder.candidates(self.path) if saved < step), "the start")
 
     def poll(self) -> None:
         """Raise Stopped on every rank if a save that is under way has failed on any; waits for none."""
@@ -161,6 +153,17 @@ class Checkpoints:
             self._dealt = _Dealt(digests, shares[self.group.rank()], sorted(set().union(*descriptions)))
         values = _chosen(state.tensors, self._dealt.share)
         return _Job(step, values, small["own"], small["shared"], self._dealt.names, called)
+
+    def _stage(self, job: _Job) -> _Job:
+        """The same with values of its own."""
+        values = self._staging.copy(job.values)
+        if self._first:
+            earlier = [f"step {step}" for step, _ in folder.candidates(self.path) if step < job.step]
+            self.log(
+                f"step {job.step} staged in {time.monotonic() - job.called:.3f} s; a failure before it is durable goes "
+                f"back to {[*earlier, 'the start'][0]}"
+            )
+        return replace(job, values=values)
 
     def _write(self, job: _Job, group: dist.ProcessGroup) -> Path:
         """The protocol, from a folder to a checkpoint. Collective over `group`."""
