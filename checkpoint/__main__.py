@@ -38,12 +38,7 @@ from collectives.runtime import Runtime
 ROWS, STEPS, EVERY, VOCAB, WIDTH, HIDDEN = 13, 12, 3, 211, 97, 331
 KILLED = 9  # the step whose save does not end
 RESUMED = KILLED - EVERY
-CUT = {
-    "embed.weight": 0,
-    "up.weight": 0,
-    "up.bias": 0,
-    "down.weight": 1,
-}  # along this dimension; every rank has the others
+CUT = {"embed.weight": 0, "up.weight": 0, "up.bias": 0, "down.weight": 1}  # along this dim; every rank has the others
 
 
 class Model(nn.Module):
@@ -206,14 +201,21 @@ def mute(path: Path) -> None:
 def next_life(path: Path, timeout: float) -> None:
     """Go on from the newest checkpoint to the end, and save that."""
     with runtime.start(timeout=timeout) as run:
-        trainer = Training(run.world)
-        trainer.load(saved := find(path / "run", group=run.world, verify=True))
+        saved = find(path / "run", group=run.world, verify=True)
         if run.rank == 0:
             print(f"{run.size} ranks go on from {saved.path.name}", flush=True)
-        for _ in trainer.run(STEPS):
-            pass
-        with Checkpoints(path / f"on-{run.size}", run.world) as checkpoints:
-            checkpoints.save(STEPS, trainer.state())
+        go_on(saved, path / f"on-{run.size}")
+
+
+def go_on(saved: Saved, path: Path) -> Saved:
+    """Train from a checkpoint to the end; the checkpoint of that."""
+    trainer = Training(saved.group)
+    trainer.load(saved)
+    for _ in trainer.run(STEPS):
+        pass
+    with Checkpoints(path, saved.group) as checkpoints:
+        checkpoints.save(STEPS, trainer.state())
+        return checkpoints.open()
 
 
 def checkpoints_of(run: Runtime, path: Path, **settings: Any) -> Checkpoints:
@@ -249,7 +251,7 @@ def work(run: Runtime, show: Demo, path: Path) -> None:
     else:
         if run.rank == 0:
             print("under torchrun nothing is killed or started again: what goes on does so in the same processes")
-        resumed = [again(run, show, path / "whole")]
+        resumed = [go_on(find(path / f"whole/step-{KILLED:06d}", group=run.world), path / "again")]
     for saved in resumed:
         compare(run, show, saved, whole)
     if run.rank == 0:
@@ -345,19 +347,6 @@ def tensors_of(saved: Saved) -> dict[str, Tensor]:
     found = {name: torch.empty(shape, dtype=dtype) for name, (dtype, shape) in saved.tensors.items()}
     saved.read({name: [(Box.whole(tensor.shape), tensor)] for name, tensor in found.items()})
     return found
-
-
-def again(run: Runtime, show: Demo, path: Path) -> Saved:
-    """Under torchrun, in the same processes: a second run that goes on from a checkpoint."""
-    trainer = Training(run.world)
-    saved = find(path / f"step-{KILLED:06d}", group=run.world)
-    with show.time("load"):
-        trainer.load(saved)
-    for _ in trainer.run(STEPS):
-        pass
-    with Checkpoints(path.with_name("again"), run.world) as checkpoints:
-        checkpoints.save(STEPS, trainer.state())
-        return checkpoints.open()
 
 
 def compare(run: Runtime, show: Demo, saved: Saved, whole: Saved) -> None:

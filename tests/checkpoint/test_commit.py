@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 
-from checkpoint import Checkpoints, State, checkpoints, find
+from checkpoint import Checkpoints, Keep, State, checkpoints, find, folder
 from checkpoint.files import Files
 from checkpoint.plan import Share, deal
 from collectives.agreement import Stopped
@@ -130,6 +130,26 @@ def not_there(run: Runtime, path: Path, kind: type[Files]) -> str:
 def test_a_file_that_the_coordinator_does_not_see(pool, tmp_path, kind, words):
     told = pool.run(2, not_there, tmp_path, kind)
     assert told[0] == told[1] and f"{tmp_path}/step-000002.tmp/rank-1.safetensors" in told[0] and words in told[0]
+
+
+# -- what stays --------------------------------------------------------------------------------------------------------
+
+
+def kept(run: Runtime, path: Path, keep: Keep, behind: bool) -> list[list[int]]:
+    """The steps in the folder after each of seven saves."""
+    writers, steps = run.new_group(range(run.size), "writers"), []
+    with Checkpoints(path, run.world, writer_group=writers, keep=keep) as saves:
+        for step in range(1, 8):
+            (saves.save_async if behind else saves.save)(step, tiny.state(run.rank, run.size, step))
+            saves.wait()
+            steps.append(sorted(step for step, _ in folder.candidates(path)))
+    return steps
+
+
+@pytest.mark.parametrize("behind", [False, True], ids=["save", "save_async"])
+def test_exactly_those_that_are_to_be_kept_stay(pool, tmp_path, behind):
+    [steps] = pool.run(1, kept, tmp_path, Keep(last=2, every=3), behind)
+    assert steps == [[1], [1, 2], [2, 3], [3, 4], [3, 4, 5], [3, 5, 6], [3, 6, 7]]
 
 
 # -- a copy to host memory that fails ----------------------------------------------------------------------------------
