@@ -123,7 +123,7 @@ class Checkpoints:
         self._pending.append(self._thread.submit(self._write, job, self.writer_group))
 
     def poll(self) -> None:
-        """Raise Stopped on every rank if a save that is under way has failed on any; waits for none."""
+        """Raise Stopped on every rank if a save that is under way has failed on any; else waits for none."""
         self._settle(len(self._pending))
 
     def wait(self) -> None:

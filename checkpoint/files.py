@@ -17,7 +17,7 @@ BEHIND = 4 << 20  # bytes of a file that are sent to the disk at a time while wh
 
 # IDEA: nothing else changes a disk but the lock, so a log of these operations holds every state a crash can leave.
 class Files:
-    """Six operations, and three made of them. Each raises an OSError that names the path; only what went through `sync`
+    """Six operations, and two made of them. Each raises an OSError that names the path; only what went through `sync`
     is on the disk for sure.
     """
 
@@ -49,7 +49,7 @@ class Files:
                 os.close(descriptor)
 
     def rename(self, path: Path, to: Path) -> None:
-        """Give a file or folder another name in the same folder, at once; a file of that name is replaced."""
+        """Give a file or folder another name in the same file system, at once; a file of that name is replaced."""
         with naming(path):
             path.replace(to)
 
@@ -73,15 +73,6 @@ class Files:
         for entry in inside:
             self.remove(entry)
         self.remove_folder(path)
-
-    def replace(self, path: Path, text: str) -> None:
-        """Write a file whole or not at all: after a failure the earlier one of that name is still there."""
-        partial = path.with_name(f"{path.name}.tmp")
-        with naming(path):
-            self.write(partial, [text.encode()])
-            self.sync(partial)
-            self.rename(partial, path)
-        self.sync(path.parent)
 
     def make_folders(self, path: Path) -> None:
         """A folder and what it lies in, on the disk when this returns; no failure where it is there already."""
@@ -109,9 +100,3 @@ def naming(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise OSError(error.errno, error.strerror or str(error), str(path)) from error
-
-
-def free_name(path: Path) -> Path:
-    """The first of NAME.1, NAME.2, … that does not exist."""
-    candidates = (path.with_name(f"{path.name}.{number}") for number in range(1, 10**6))
-    return next(candidate for candidate in candidates if not os.path.lexists(candidate))

@@ -116,7 +116,7 @@ def recover(files: Files, folder: Path) -> None:
     for step, path in candidates(folder):
         if path.name != name(step) and path.suffix == ".old":
             files.rename(path, path.with_suffix(""))
-    files.sync(folder)
+    files.sync(folder)  # a job that was killed may have given a name that is not on the disk: now it is
     for path in sorted(folder.iterdir()):
         if _LEFT.fullmatch(path.name) or (path.suffix == ".old" and _NAME.fullmatch(path.name)):
             _delete(files, path)

@@ -87,7 +87,7 @@ def parse(text: str) -> Manifest:
             }
         )
     except (KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(f"it lacks something: {type(error).__name__}: {error}") from error
+        raise ValueError(f"it is not as expected: {type(error).__name__}: {error}") from error
 
 
 def _tensor(dtype: str, shape: list[int], pieces: list[dict]) -> Tensor:

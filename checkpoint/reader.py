@@ -68,12 +68,13 @@ class Reader:
         return list(wrong)
 
     def verify_share(self, part: int, parts: int) -> list[str]:
-        """Hash one of `parts` equal shares of the whole checkpoint: every header, every block."""
+        """Hash one of `parts` equal shares of the whole checkpoint: headers and blocks, dealt out in turn."""
         wrong = dict.fromkeys(self.verify_headers(part, parts))
         pieces = [(piece, tensor) for tensor in self.manifest.tensors.values() for piece in tensor.pieces]
-        for piece, tensor in pieces[part::parts]:
+        for i, (piece, tensor) in enumerate(pieces):
             nbytes = math.prod(piece.local) * DTYPES[tensor.dtype].itemsize
-            wrong |= dict.fromkeys(self._damage(piece, 0, nbytes, nbytes))
+            for at in range((part - i) % parts * BLOCK, nbytes, parts * BLOCK):
+                wrong |= dict.fromkeys(self._damage(piece, at, min(at + BLOCK, nbytes), nbytes))
         return list(wrong)
 
     def verify_headers(self, part: int, parts: int) -> list[str]:

@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 
 from checkpoint import lock
-from checkpoint.files import Files, free_name, naming
+from checkpoint.files import Files, naming
 from checkpoint.folder import candidates
 from nd_mesh.config import ConfigError
 
@@ -51,7 +51,7 @@ def go_on(out: Path, step: int) -> None:
     for path in [*later, *([manifest] if manifest.exists() else [])]:
         files.rename(path, tail / path.name)
     files.sync(tail)
-    files.replace(out / "metrics.jsonl", b"".join(lines[:kept]).decode())
+    write(out / "metrics.jsonl", b"".join(lines[:kept]).decode())
 
 
 def _is_until(line: bytes, step: int) -> bool:
@@ -59,3 +59,19 @@ def _is_until(line: bytes, step: int) -> bool:
         return line.endswith(b"\n") and json.loads(line)["step"] <= step
     except (ValueError, KeyError, TypeError):
         return False
+
+
+def write(path: Path, text: str) -> None:
+    """Write a file whole or not at all: after a failure the earlier one of that name is still there."""
+    files, partial = Files(), path.with_name(f"{path.name}.tmp")
+    with naming(path):
+        files.write(partial, [text.encode()])
+        files.sync(partial)
+        files.rename(partial, path)
+    files.sync(path.parent)
+
+
+def free_name(path: Path) -> Path:
+    """The first of NAME.1, NAME.2, … that does not exist."""
+    candidates = (path.with_name(f"{path.name}.{number}") for number in range(1, 10**6))
+    return next(candidate for candidate in candidates if not os.path.lexists(candidate))

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from checkpoint.files import Files, naming
+from checkpoint.files import naming
 from collectives import agreement
 from nd_mesh import folder
 from nd_mesh.data import Stream
@@ -61,7 +61,7 @@ class Report:
         """
         if going_on:
             folder.go_on(self.out, self.first)
-        Files().replace(self.out / "manifest.json", json.dumps(manifest, indent=1))
+        folder.write(self.out / "manifest.json", json.dumps(manifest, indent=1))
 
     def say(self, text: str) -> None:
         """A line that stays."""

@@ -1,6 +1,8 @@
 """The folder of a run that goes on in it."""
 
+import errno
 import json
+import os
 
 import pytest
 
@@ -48,3 +50,12 @@ def test_two_runs_in_one_folder_are_refused(tmp_path):
         assert [path.name for path in tmp_path.iterdir()] == ["run"]
     folder.begin(tmp_path / "run")
     assert {path.name for path in tmp_path.iterdir()} == {"run", "run.1"}
+
+
+def test_a_file_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
+    folder.write(tmp_path / "a", "before")
+    monkeypatch.setattr(os, "fsync", lambda _: (_ for _ in ()).throw(OSError(errno.ENOSPC, "full")))
+    with pytest.raises(OSError, match="full"):
+        folder.write(tmp_path / "a", "after")
+    assert (tmp_path / "a").read_text() == "before"
+    assert folder.free_name(tmp_path / "a").name == "a.1"
