@@ -30,7 +30,7 @@ from checkpoint.dtypes import DTYPES
 from checkpoint.files import Files, naming
 from checkpoint.folder import Keep
 from checkpoint.manifest import Manifest
-from checkpoint.pace import Storm
+from checkpoint.pace import Pace, Storm
 from checkpoint.plan import Held, Share, deal
 from checkpoint.saved import Saved
 from checkpoint.shard import Values, Written
@@ -183,7 +183,7 @@ class Checkpoints:
             raise
         return final
 
-    def _write_file(self, partial: Path, job: _Job, group: dist.ProcessGroup, pace: Any) -> tuple[Written, Mapping]:
+    def _write_file(self, partial: Path, job: _Job, group: dist.ProcessGroup, pace: Pace) -> tuple[Written, Mapping]:
         path = partial / f"rank-{group.rank()}.safetensors"
         written = shard.write(self.files, path, job.values, pace)
         self.files.sync(path)
