@@ -91,7 +91,6 @@ class Checkpoints:
         self._first = group.rank() == 0
         self._owned = contextlib.ExitStack()  # the lock, on rank 0
         self._owning = False
-        self._durable: int | None = None  # the newest complete step, on rank 0
         self._dealt: _Dealt | None = None
         self._staging = Staging()
         self._thread = ThreadPoolExecutor(1, "checkpoint")
@@ -118,9 +117,9 @@ class Checkpoints:
         called = time.monotonic()
         self._settle(1)
         job = self._job(step, state, called)
-        job = replace(job, values=together(lambda: self._staging.copy(job.values), group=self.group))
+        values, before = together(lambda: (self._staging.copy(job.values), self._newest()), group=self.group)
+        job = replace(job, values=values)
         if self._first:
-            before = "the start" if self._durable is None else f"step {self._durable}"
             self.log(
                 f"step {step} staged in {time.monotonic() - called:.3f} s; a failure before it is durable goes back to "
                 f"{before}"
@@ -200,7 +199,6 @@ class Checkpoints:
                 raise ValueError(f"{path} has {size:,} bytes, its rank wrote {written.file.bytes:,}: share the folder")
         told = _assembled(job, [written for written, _ in reports], [own for _, own in reports], self.about)
         folder.publish(self.files, partial, final, told)
-        self._durable = job.step
         seconds = time.monotonic() - job.called
         payload = sum(file.bytes for file in told.files.values())
         self.log(f"step {job.step} is durable {seconds:.3f} s after the call: {payload:,} bytes in {final}")
@@ -226,7 +224,11 @@ class Checkpoints:
         self.files.sync(self.path.parent)  # whoever made the folder may not have
         self._owned.enter_context(lock.held(self.path))
         folder.recover(self.files, self.path)
-        self._durable = next((step for step, _ in folder.candidates(self.path)), None)
+
+    def _newest(self) -> str:
+        """What a run that fails now goes back to, in words; on rank 0."""
+        found = folder.candidates(self.path) if self._first else []
+        return f"step {found[0][0]}" if found else "the start"
 
     def __enter__(self) -> "Checkpoints":
         return self
