@@ -158,10 +158,10 @@ class Checkpoints:
         """The same with values of its own."""
         values = self._staging.copy(job.values)
         if self._first:
-            earlier = [f"step {step}" for step, _ in folder.candidates(self.path) if step < job.step]
+            newest = [f"step {step}" for step, _ in folder.candidates(self.path)]
             self.log(
                 f"step {job.step} staged in {time.monotonic() - job.called:.3f} s; a failure before it is durable goes "
-                f"back to {[*earlier, 'the start'][0]}"
+                f"back to {[*newest, 'the start'][0]}"
             )
         return replace(job, values=values)
 
