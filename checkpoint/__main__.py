@@ -28,7 +28,6 @@ from torch.nn.functional import cross_entropy, gelu
 from checkpoint import Checkpoints, Keep, Saved, State, find, inspect, random_state, restore, training
 from checkpoint.dtypes import DTYPES
 from checkpoint.files import Bytes, Files
-from checkpoint.reader import Reader
 from collectives import comm, demo, runtime
 from collectives.agreement import Stopped
 from collectives.demo import Demo
@@ -260,7 +259,6 @@ def work(run: Runtime, show: Demo, path: Path) -> None:
             columns["the killed one"] = before.shared["losses"]
         table(reference, columns | {f"resumed on {saved.manifest.world}": saved.shared["losses"] for saved in resumed})
     on_disk(run, show, whole)
-    other_ranks(run, show, whole)
     damaged(run, show, whole)
 
 
@@ -390,30 +388,6 @@ def on_disk(run: Runtime, show: Demo, saved: Saved) -> None:
         )
 
 
-def other_ranks(run: Runtime, show: Demo, saved: Saved) -> None:
-    """What a rank of twice as many reads to load its part: the pieces that meet it, whole blocks."""
-    show.part = f"loading on {2 * run.size} ranks"
-    reader, targets, pieces = Reader(saved.path, saved.manifest), {}, set()
-    for name, (dtype, shape) in saved.tensors.items():
-        box = piece(name.partition("/")[2], shape, run.rank, 2 * run.size) if shape else Box.whole(shape)
-        targets[name] = [(box, torch.empty(box.local, dtype=dtype))]
-        tensor = saved.manifest.tensors[name]
-        met = [part for part, other in zip(tensor.pieces, tensor.boxes(), strict=True) if box.intersect(other)]
-        pieces |= {(part.file, part.at, math.prod(part.local) * dtype.itemsize) for part in met}
-    wrong = reader.verify(targets)
-    show.claim("damage found", "0", 0, len(wrong))
-    needed = sum(size for _, _, size in pieces) + sum(
-        header_bytes(saved, name) for name in {name for name, _, _ in pieces}
-    )
-    counts = comm.all_gather_object((needed, reader.hashed), group=run.world)
-    show.claim(f"read by {run.size} of them", "pieces met + headers", *map(sum, zip(*counts, strict=True)))
-
-
-def header_bytes(saved: Saved, file: str) -> int:
-    """The bytes of a file before its first tensor."""
-    return min(part.at for tensor in saved.manifest.tensors.values() for part in tensor.pieces if part.file == file)
-
-
 def damaged(run: Runtime, show: Demo, saved: Saved) -> None:
     """One bit of one file flips: the checkpoint is refused, and the one before it is taken if that is allowed."""
     show.part = "a bit flips"
@@ -436,12 +410,8 @@ def damaged(run: Runtime, show: Demo, saved: Saved) -> None:
     show.claim("verify=True names it", "1", 1, part.file in refusal)
     fallen = find(folder, group=run.world, fallback=True)
     show.claim("fallback=True: step", f"{KILLED}", KILLED, fallen.step)
-    name = "parameter/embed.weight"
-    dtype, shape = saved.tensors[name]
-    saved.read({name: [(Box.whole(shape), torch.empty(shape, dtype=dtype))]}, all_names=False)
     if run.rank == 0:
-        print(refusal)
-        print(f"{name} alone, which does not lie there, was read from it all the same", flush=True)
+        print(refusal, flush=True)
 
 
 def refused(act: Callable[[], object]) -> str:

@@ -33,14 +33,13 @@ from checkpoint.files import Files, naming
 from checkpoint.folder import Keep
 from checkpoint.manifest import Manifest
 from checkpoint.pace import Pace, Storm
-from checkpoint.plan import Held, Share, deal
+from checkpoint.plan import Holding, Share, deal
 from checkpoint.saved import Saved
 from checkpoint.shard import Values, Written
 from checkpoint.staging import Staging
 from checkpoint.state import State
-from collectives import comm
+from collectives import comm, watch
 from collectives.agreement import Stopped, gathered, together
-from collectives.watch import about
 
 KEEP_ALL, NO_BOUNDS, DISK = Keep(), Storm(), Files()
 
@@ -142,7 +141,7 @@ class Checkpoints:
 
     def _job(self, step: int, state: State, called: float) -> _Job:
         """Agree on what is saved, and find this rank's share of it."""
-        self.own()
+        self.take()
         held, small, digest = together(lambda: _described(step, state), group=self.group)
         everyone = comm.all_gather_object((step, small["shared digests"], digest), group=self.group)
         _check_alike(everyone)
@@ -170,7 +169,7 @@ class Checkpoints:
         final = self.path / folder.name(job.step)
         pace = self.storm.pace(group.size())
         try:
-            with about("checkpoint"):
+            with watch.about("checkpoint"):
                 begin = partial(folder.begin, self.files, self.path, job.step)
                 unnamed = gathered(begin if self._first else _nothing, group=group)[0]
                 reports: list[tuple[Written, Mapping]] = []
@@ -216,17 +215,17 @@ class Checkpoints:
         self.wait()
         return saved.find(self.path, group=self.group, verify=verify, fallback=fallback)
 
-    def own(self) -> None:
+    def take(self) -> None:
         """Take the folder: make it, lock it, put in order what a crash left in it. Raises Stopped on every rank if
         another job has it. The first save does so too.
         """
         if self._ended:
             raise ValueError(f"the checkpoints in {self.path} have ended with their `with`: make new ones")
         if not self._owning:
-            together(self._take if self._first else _nothing, group=self.group)
+            together(self._lock if self._first else _nothing, group=self.group)
             self._owning = True
 
-    def _take(self) -> None:
+    def _lock(self) -> None:
         try:
             json.dumps(self.about, allow_nan=False)
         except (TypeError, ValueError) as error:
@@ -256,9 +255,9 @@ def _nothing() -> None:
     """What a rank does whose turn it is not."""
 
 
-def _described(step: int, state: State) -> tuple[dict[str, Held], dict[str, Any], bytes]:
+def _described(step: int, state: State) -> tuple[dict[str, Holding], dict[str, Any], bytes]:
     """What a rank holds, its small state encoded, and a digest of the first."""
-    if not isinstance(step, int) or step < 0:
+    if type(step) is not int or step < 0:
         raise ValueError(f"step {step!r} must be a number of steps, 0 or more")
     held = {}
     for name, boxes in state.tensors.items():
@@ -268,18 +267,20 @@ def _described(step: int, state: State) -> tuple[dict[str, Held], dict[str, Any]
         for dtype, shape in kinds:
             if dtype not in DTYPES.values():
                 raise ValueError(f"{name} is a tensor of {dtype}, which a checkpoint cannot hold")
-            held[name] = Held(dtype, shape, tuple(box for box, _ in boxes))
+            held[name] = Holding(dtype, shape, tuple(box for box, _ in boxes))
         for box, tensor in boxes:
             if tensor.is_meta or tensor.layout != torch.strided or tensor.is_conj() or tensor.is_neg():
                 raise ValueError(f"{name} has no plain memory: give a dense tensor, not on the meta device, resolved")
             if tuple(tensor.shape) != box.local:
                 raise ValueError(f"{name}: the box {list(box.local)} comes with values of shape {list(tensor.shape)}")
-    for what, small in (("shared", state.shared), ("own", state.own)):
-        if odd := [key for key in small if not isinstance(key, str) or key.startswith("$")]:
+    for what, table in (("tensors", state.tensors), ("shared", state.shared), ("own", state.own)):
+        if odd := [key for key in table if not isinstance(key, str) or key.startswith("$")]:
             raise ValueError(f"{what} has the key {odd[0]!r}: give text that does not begin with $")
     shared = {key: plain.encode(value, f"shared[{key!r}]") for key, value in state.shared.items()}
     own = {key: plain.encode(value, f"own[{key!r}]") for key, value in state.own.items()}
-    digests = {key: hashlib.sha256(json.dumps(value).encode()).hexdigest() for key, value in shared.items()}
+    digests = {
+        key: hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest() for key, value in shared.items()
+    }
     small = {"shared": shared, "own": own, "shared digests": digests}
     return held, small, hashlib.sha256(repr(sorted(held.items())).encode()).digest()
 

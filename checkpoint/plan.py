@@ -19,7 +19,7 @@ SMALL = 64 << 10  # bytes: what is smaller is written whole, for each piece cost
 
 
 @dataclass(frozen=True)
-class Held:
+class Holding:
     """What a rank holds of one global tensor."""
 
     dtype: torch.dtype
@@ -27,7 +27,7 @@ class Held:
     boxes: tuple[Box, ...]
 
 
-Description = Mapping[str, Held]  # by the tensor's global name
+Description = Mapping[str, Holding]  # by the tensor's global name
 Share = dict[str, list[Box]]
 
 

@@ -30,7 +30,6 @@ class Reader:
 
     path: Path
     manifest: Manifest
-    hashed: int = 0  # bytes that were read to verify them, so far
     _maps: dict[str, memoryview] = field(default_factory=dict)
     _first: dict[str, int] = field(default_factory=dict)  # byte of each file that is no header
     _verified: set[tuple[str, int]] = field(default_factory=set)  # (file, first byte) of headers and blocks
@@ -107,18 +106,14 @@ class Reader:
         data = self._map(piece.file)[piece.at : piece.at + size]
         for number in range(first // BLOCK, -(-last // BLOCK)):
             at = number * BLOCK
-            if self._once(piece.file, piece.at + at) and self._hash(data[at : at + BLOCK]) != piece.hashes[number]:
+            if self._once(piece.file, piece.at + at) and digest(data[at : at + BLOCK]) != piece.hashes[number]:
                 stop = piece.at + min(at + BLOCK, size)
                 yield f"{self.path / piece.file} is damaged between bytes {piece.at + at:,} and {stop:,}"
 
     def _damaged_header(self, file: str) -> Iterator[str]:
         header = self._map(file)[: self._first.get(file)]
-        if self._once(file, 0) and self._hash(header) != self.manifest.files[file].header:
+        if self._once(file, 0) and digest(header) != self.manifest.files[file].header:
             yield f"{self.path / file} is damaged in its header"
-
-    def _hash(self, data: memoryview) -> str:
-        self.hashed += len(data)
-        return digest(data)
 
     def _once(self, file: str, at: int) -> bool:
         new = (file, at) not in self._verified

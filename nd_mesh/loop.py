@@ -36,7 +36,7 @@ def train(config: Config, training: data.Stream, validation: data.Stream, run: R
     report = metrics.Report(out, config.train.steps, first=first, shown=run.rank == 0)
     together(lambda: folder.begin(out) if run.rank == 0 and not going_on else None, group=run.world)
     with trainer.checkpoints(out, report.say) as checkpoints:
-        checkpoints.own()
+        checkpoints.take()
         together(lambda: report.open(trainer.about, going_on=going_on) if run.rank == 0 else None, group=run.world)
         for line in (*describe(trainer), *([f"resumed from {resumed.path}"] if resumed else []), metrics.COLUMNS):
             report.say(line)

@@ -150,7 +150,7 @@ def told(run, path):
     for steps in ((3, 6), (4,)):
         lines = []
         with opened(run, path, log=lines.append) as checkpoints:
-            checkpoints.own()
+            checkpoints.take()
             comm.barrier(group=run.world)
             if jobs and run.rank == 0:
                 (path / "step-000006").rename(path / "of another branch")

@@ -152,7 +152,7 @@ def fail(run: Runtime, path: Path, case: Case, after: int) -> str:
     if case.once:
         assert clean(path), sorted(path.iterdir())
     with Checkpoints(path, run.world) as saves:
-        saves.own()
+        saves.take()
         assert found(run, path) == (step, 7) and clean(path), sorted(path.iterdir())
         comm.barrier(group=run.world)
     return told

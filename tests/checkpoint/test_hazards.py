@@ -51,13 +51,13 @@ def forked(run: Runtime, path: Path) -> None:
     """A process that was forked meanwhile, as a data loader's worker is, does not keep the folder."""
     reader, writer = os.pipe()
     with Checkpoints(path, run.world) as saves:
-        saves.own()
+        saves.take()
         if not (child := os.fork()):
             os.close(writer)
             os.read(reader, 1)
             os._exit(0)
     with Checkpoints(path, run.world) as again:
-        again.own()
+        again.take()
     os.close(writer)
     os.waitpid(child, 0)
 

@@ -6,7 +6,7 @@ import time
 import pytest
 import torch
 
-from checkpoint.plan import Held, contains, coverage, deal
+from checkpoint.plan import Holding, contains, coverage, deal
 from collectives.layout import Box
 from tests.checkpoint import cuts
 
@@ -14,7 +14,7 @@ MB = 1 << 20
 
 
 def held(shape, *boxes, dtype=torch.float32):
-    return Held(dtype, tuple(shape), boxes)
+    return Holding(dtype, tuple(shape), boxes)
 
 
 def copies(shapes, ranks):
@@ -59,7 +59,11 @@ def level(bytes_of_ranks, within=0.05):
 @pytest.mark.parametrize("cut", cuts.CUTS)
 def test_every_cut(size, cut):
     descriptions = [
-        {name: Held(dtype, shape, tuple(boxes)) for name, (shape, dtype) in cuts.TENSORS.items() if (boxes := b(shape))}
+        {
+            name: Holding(dtype, shape, tuple(boxes))
+            for name, (shape, dtype) in cuts.TENSORS.items()
+            if (boxes := b(shape))
+        }
         for b in (lambda shape, rank=rank: cuts.boxes(shape, cut, rank, size) for rank in range(size))
     ]
     check(descriptions, deal(descriptions))
