@@ -119,7 +119,7 @@ class Checkpoints:
         called = time.monotonic()
         self._settle(1)
         job = together(partial(self._stage, self._job(step, state, called)), group=self.group)
-        self._pending.append(self._thread.submit(self._write, job, self.writer_group))
+        self._pending.append(self._thread.submit(self._write_behind, job))
 
     def poll(self) -> None:
         """Raise Stopped on every rank if a save that is under way has failed on any; else waits for none."""
@@ -163,6 +163,15 @@ class Checkpoints:
                 f"back to {[*newest, 'the start'][0]}"
             )
         return replace(job, values=values)
+
+    def _write_behind(self, job: _Job) -> Path:
+        """In the thread. A failure is told at once, and raised by the next call."""
+        try:
+            return self._write(job, self.writer_group)
+        except Stopped as failure:
+            if self._first:
+                self.log(f"step {job.step} is not saved: {failure}")
+            raise
 
     def _write(self, job: _Job, group: dist.ProcessGroup) -> Path:
         """The protocol, from a folder to a checkpoint. Collective over `group`."""
