@@ -18,7 +18,7 @@ import torch
 
 from checkpoint import Checkpoints, Keep, Saved, State, Storm, find, restore, training
 from collectives import comm
-from collectives.agreement import together
+from collectives.agreement import Stopped, together
 from collectives.norm import clip, grad_norm
 from collectives.runtime import Runtime
 from nd_mesh import data, manifest
@@ -123,7 +123,7 @@ class Trainer:
         params, lr = self.handle.parameters(), learning_rate(self.config.train, step)
         norm = grad_norm(params, group=self.run.world)
         if not norm.isfinite():  # the same bits on every rank, so all of them stop
-            raise FloatingPointError(f"step {step + 1}: the gradient norm is {norm.item()}; try a smaller train.lr")
+            raise Stopped(f"step {step + 1}: the gradient norm is {norm.item()}; try a smaller train.lr")
         if count:
             if self.config.train.clip:
                 clip(params, norm, self.config.train.clip)
