@@ -10,6 +10,7 @@ import xxhash
 from safetensors import safe_open
 
 from checkpoint import Checkpoints, State
+from checkpoint.manifest import parse
 from checkpoint.shard import BLOCK
 from collectives.layout import Box
 from tests.checkpoint import cuts
@@ -105,6 +106,13 @@ def test_the_manifest(saved):
     shapes = {f"{kind}/{name}": shape for name, (shape, _) in cuts.TENSORS.items() for kind in cuts.KINDS[:2]}
     found = {name: tuple(tensor["shape"]) for name, tensor in told["tensors"].items()}
     assert found == {"large": LARGE, **shapes}
+
+
+def test_another_format_is_refused(saved):
+    text = (saved[1] / "manifest.json").read_text()
+    assert parse(text).text() == text
+    with pytest.raises(ValueError, match="its format is 2, this code reads 1"):
+        parse(text.replace('"format":1', '"format":2'))
 
 
 def test_a_hash_for_each_block(saved):

@@ -141,13 +141,13 @@ def test_hybrid_copies_end_level():
 
 def test_copies_level_out_what_is_fixed():
     """Rank 0 alone has 4 MB, rank 1 alone 2 MB; what all four have goes to those who have less."""
-    fixed = [{"a": held((MB,), Box.whole((MB,)))}, {"b": held((MB // 2,), Box.whole((MB // 2,)))}, {}, {}]
+    fixed = [{"x": held((MB,), Box.whole((MB,)))}, {"y": held((MB // 2,), Box.whole((MB // 2,)))}, {}, {}]
     shared = {"copy": held((4096, 1280), Box.whole((4096, 1280)))}  # 20 MB
     descriptions = [{**mine, **shared} for mine in fixed]
     shares = deal(descriptions)
     check(descriptions, shares)
     level(loads(descriptions, shares), 0.001)
-    tall = [{"a": held((8 * MB,), Box.whole((8 * MB,)))}, {}, {}]  # more than a third of all: the others share the rest
+    tall = [{"x": held((8 * MB,), Box.whole((8 * MB,)))}, {}, {}]  # more than a third of all: the others share the rest
     descriptions = [{**mine, **shared} for mine in tall]
     assert loads(descriptions, deal(descriptions)) == [32 * MB, 10 * MB, 10 * MB]
 

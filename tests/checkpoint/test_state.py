@@ -324,6 +324,17 @@ def factored(run, path):
     return str(error.value)
 
 
+def test_a_state_that_is_none_is_not_kept():
+    param = nn.Parameter(torch.zeros(3))
+    param.held = Held("w", (Box.whole((3,)),), Constant(0.0), decay=False)
+    optimizer = torch.optim.SGD([param], lr=0.1)
+    optimizer.state[param] = {"momentum_buffer": None, "step": 0.1}
+    found = training([param], optimizer)
+    assert found.keys() == {"parameter/w", "step/w"}
+    [(_, step)] = found["step/w"]
+    assert step.dtype == torch.float64 and step == 0.1
+
+
 def test_a_state_of_another_shape_is_refused(pool, tmp_path):
     assert all("use an elementwise optimizer" in told for told in pool.run(2, factored, tmp_path))
 
