@@ -240,7 +240,8 @@ class Checkpoints:
         except (TypeError, ValueError) as error:
             raise ValueError(f"`about` cannot be JSON, give text, numbers, lists and tables: {error}") from error
         self.files.make_folders(self.path)
-        self.files.sync(self.path.parent)  # whoever made the folder may not have
+        with contextlib.suppress(PermissionError):  # of a parent that may be passed but not read
+            self.files.sync(self.path.parent)  # whoever made the folder may not have
         self._owned.enter_context(lock.held(self.path))
         folder.recover(self.files, self.path)
 
