@@ -50,31 +50,31 @@ def wrapped(run, model, hybrid, **settings):
 
 def rises(run, phase, within, hybrid, settings):
     """Units: what lives at rest; and the most beyond that in a forward, in a backward."""
-    with from_here():
-        model = Net(2 if within else BLOCKS, within)
-        if phase != "trained":
-            model.requires_grad_(False)
-        handle = wrapped(run, model, hybrid, **settings)
-        x = torch.randn(1, WIDTH, requires_grad=phase != "forward")
+    from_here()
+    model = Net(2 if within else BLOCKS, within)
+    if phase != "trained":
+        model.requires_grad_(False)
+    handle = wrapped(run, model, hybrid, **settings)
+    x = torch.randn(1, WIDTH, requires_grad=phase != "forward")
 
-        def zero():
-            handle.after_step()
-            x.grad = None
-            for shard in handle.parameters():
-                shard.grad = None
+    def zero():
+        handle.after_step()
+        x.grad = None
+        for shard in handle.parameters():
+            shard.grad = None
 
-        def step():
-            if phase == "forward":
-                with torch.no_grad():
-                    model(x)
-            else:
-                model(x).sum().backward()
-            handle.finish()
+    def step():
+        if phase == "forward":
+            with torch.no_grad():
+                model(x)
+        else:
+            model(x).sum().backward()
+        handle.finish()
 
-        step()
-        zero()
-        rest = sum(living().values()) - x.nbytes
-        return rest / UNIT, allocated.peak_bytes(step, run.device, prepare=zero) / UNIT
+    step()
+    zero()
+    rest = sum(living().values()) - x.nbytes
+    return rest / UNIT, allocated.peak_bytes(step, run.device, prepare=zero) / UNIT
 
 
 def near(found, expected):

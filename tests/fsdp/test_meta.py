@@ -51,10 +51,10 @@ def filled(run, shape, meta):
         model = Rotary().double()
         layout.declare(model, rule, lambda name: True)
 
-    with from_here():
-        for unit in (model.first, model):
-            handle = fully_shard(unit, group, replicate_group=replicas, average=False, device=run.device)
-        nbytes = sum(living().values())
+    from_here()
+    for unit in (model.first, model):
+        handle = fully_shard(unit, group, replicate_group=replicas, average=False, device=run.device)
+    nbytes = sum(living().values())
     zeros = all(shard.eq(0).all() for shard in handle.parameters())
     for shard in handle.parameters():
         rng.fill(shard, seed=3)
