@@ -5,6 +5,7 @@ look at a slow file system may see two things. Whatever is wrong, on whichever r
 that they hold has changed.
 """
 
+import functools
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -78,7 +79,7 @@ class Saved:
         """The steps that were done."""
         return self.manifest.step
 
-    @property
+    @functools.cached_property
     def tensors(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
         """Dtype and shape of every global tensor, by name."""
         return {name: (DTYPES[tensor.dtype], tensor.shape) for name, tensor in self.manifest.tensors.items()}
