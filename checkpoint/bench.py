@@ -134,11 +134,13 @@ class Place:
         comm.barrier(group=self.run.world)
 
     def nbytes(self) -> dict[str, int]:
-        """Bytes of the files in each folder."""
-        return {
+        """Bytes of the files in each folder. Collective."""
+        found = {
             folder.name: sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
             for folder in self.path.glob("*/")
         }
+        comm.barrier(group=self.run.world)  # rank 0 may delete them as soon as it has counted
+        return found
 
 
 def save(run: Runtime, size: str, cut: str) -> Case:

@@ -1,5 +1,6 @@
 """What every test may ask for."""
 
+import subprocess
 from collections.abc import Iterator
 
 import pytest
@@ -16,3 +17,13 @@ def pool() -> Iterator[Pool]:
     pool = Pool()
     yield pool
     pool.close()
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of its own, of 400 KB; where we may not mount one, the test is skipped."""
+    mount = ["mount", "-t", "tmpfs", "-o", "size=400k", "tmpfs", tmp_path]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("needs a file system that can be filled: run as root")
+    yield tmp_path
+    subprocess.run(["umount", "--lazy", tmp_path], check=True)

@@ -173,16 +173,6 @@ def test_a_disk_that_fails_at_any_operation(pool, memory, case):
 # -- disks that are full or take no writing ----------------------------------------------------------------------------
 
 
-@pytest.fixture
-def small_disk(tmp_path):
-    """A file system of its own, of 400 KB; where we may not mount one, the test is skipped."""
-    mount = ["mount", "-t", "tmpfs", "-o", "size=400k", "tmpfs", tmp_path]
-    if subprocess.run(mount, capture_output=True, check=False).returncode:
-        pytest.skip("needs a file system that can be filled: run as root")
-    yield tmp_path
-    subprocess.run(["umount", "--lazy", tmp_path], check=True)
-
-
 def large(run: Runtime, step: int) -> State:
     """60,000 bytes a rank."""
     rows = torch.full((1, 7500), float(step), dtype=torch.float64)

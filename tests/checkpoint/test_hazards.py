@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from checkpoint import Checkpoints, Keep, State, find
+from checkpoint.shard import BLOCK
 from collectives.agreement import Stopped
 from collectives.layout import Box
 from collectives.runtime import Runtime
@@ -184,3 +185,22 @@ def test_nothing_is_filled_where_one_target_is_unfit(pool, tmp_path):
     ranks = pool.run(2, unfit, tmp_path)
     assert ranks[0] == ranks[1]
     assert all(words in told for told, (_, _, words) in zip(ranks[0], UNFIT.values(), strict=True)), ranks[0]
+
+
+def one_more_than_a_block(run: Runtime, path: Path) -> None:
+    """The last element alone lies in the last block: it is damaged, and the range that has it is refused, no other."""
+    numel = BLOCK // 4 + 1
+    with Checkpoints(path, run.world) as saves:
+        saved = find(saves.save(1, one(torch.zeros(numel))), group=run.world)
+    [file] = saved.path.glob("*.safetensors")
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    last, others = Box.whole((numel,)).cut(0, 1, numel - 1), Box.whole((numel,)).cut(0, 0, numel - 1)
+    with pytest.raises(Stopped, match="is damaged between bytes"):
+        saved.read({"x": [(last, torch.ones(numel - 1))]})
+    saved.read({"x": [(others, torch.ones(numel - 1))]})
+
+
+def test_the_block_of_the_last_element(pool, tmp_path):
+    pool.run(1, one_more_than_a_block, tmp_path)
