@@ -14,7 +14,7 @@ torch.distributed.checkpoint's metadata.
 import hashlib
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -135,8 +135,8 @@ class Held:
     need to know.
 
     `sums` has a group for each reason why this rank's gradient is only a partial sum: it saw part of the tokens, heads,
-    vocabulary or experts. `copies` and `copy` are not declared but derived from equal boxes by `check`: how many ranks
-    hold the same, and which we are.
+    vocabulary or experts. `copies`, `copy` and `holders` are not declared but derived from equal boxes by `check`: how
+    many ranks hold the same, which of them we are, and who they are.
     """
 
     name: str  # of the global tensor
@@ -147,6 +147,7 @@ class Held:
     family: str = "dense"  # or "expert"
     copies: int | None = None
     copy: int | None = None
+    holders: tuple[int, ...] = ()  # ranks of the group that was checked
 
 
 def declare(module: nn.Module, init: Callable[[str], Normal | Constant], decay: Callable[[str], bool]) -> None:
@@ -158,8 +159,8 @@ def declare(module: nn.Module, init: Callable[[str], Normal | Constant], decay: 
 
 
 def cut(param: nn.Parameter, dim: int, start: int, length: int) -> None:
-    """Narrow a declared parameter on the meta device to a piece of itself, in place: the object, and so its sharing,
-    stays.
+    """Narrow a declared parameter to a piece of itself, in place: the object, and so its sharing, stays. One with
+    values keeps those of the piece, and lets go of the rest.
 
     A parameter of several boxes is cut along dim 0, in which they follow one another.
     """
@@ -171,8 +172,28 @@ def cut(param: nn.Parameter, dim: int, start: int, length: int) -> None:
         boxes = list(_cut_sequence(held.boxes, start, length))
     else:
         raise ValueError(f"{held.name} is {len(held.boxes)} boxes in a row: cut it before it is made into them")
-    param.data = param.data.narrow(dim, start, length).contiguous()
-    param.held = replace(held, boxes=tuple(boxes), copies=None, copy=None)
+    _narrow(param, param.data.narrow(dim, start, length), boxes)
+
+
+def cut_pieces(param: nn.Parameter, dim: int, pieces: Sequence[range]) -> None:
+    """Narrow a declared, whole parameter to these ranges of `dim`, one after the other, each a box; in place as `cut`.
+
+    What several matrices in one (queries, keys and values) come to when each of them is cut: several ranges, of dim 0.
+    One that has been cut so already, because two modules share it, stays; one that has been cut otherwise: ValueError.
+    """
+    whole = Box.whole(param.held.boxes[0].shape)
+    boxes = tuple(whole.cut(dim, piece.start, len(piece)) for piece in pieces)
+    if param.held.boxes == boxes:
+        return
+    if param.held.boxes != (whole,):
+        raise ValueError(f"{param.held.name} is cut already, to {param.held.boxes}, and cannot be cut to {boxes}")
+    parts = [param.data.narrow(dim, piece.start, len(piece)) for piece in pieces]
+    _narrow(param, parts[0] if len(parts) == 1 else torch.cat(parts), boxes)
+
+
+def _narrow(param: nn.Parameter, values: Tensor, boxes: Iterable[Box]) -> None:
+    param.data = values.clone(memory_format=torch.contiguous_format)  # a view would keep all of it alive
+    param.held = replace(param.held, boxes=tuple(boxes), copies=None, copy=None, holders=())
 
 
 def _cut_sequence(boxes: Iterable[Box], start: int, length: int) -> Iterator[Box]:
@@ -208,8 +229,8 @@ def point(param: nn.Parameter, memory: Tensor) -> None:
 
 
 def check(params: Iterable[nn.Parameter], group: dist.ProcessGroup) -> None:
-    """Check, before the first step, that the ranks of `group` together hold every tensor exactly; set `copies` and
-    `copy` on the way.
+    """Check, before the first step, that the ranks of `group` together hold every tensor exactly; set `copies`,
+    `copy` and `holders` on the way.
 
     Collective over `group`. Raises ValueError on every rank when the boxes of a tensor overlap or leave a gap, when
     ranks disagree on its shape or family, or when the members of a sum group do not hold the same boxes (their
@@ -230,7 +251,7 @@ def check(params: Iterable[nn.Parameter], group: dist.ProcessGroup) -> None:
     rank = dist.get_rank(group)
     for name, held in mine.items():
         same = [other for other, boxes, *_ in holders[name] if boxes == held.boxes]
-        held.copies, held.copy = len(same), same.index(rank)
+        held.copies, held.copy, held.holders = len(same), same.index(rank), tuple(same)
 
 
 def _sum_members(held: Held) -> dict[str, tuple[int, ...]]:

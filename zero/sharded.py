@@ -9,6 +9,7 @@ Rajbhandari et al. 2019, "ZeRO", 5; PyTorch's counterpart: ZeroRedundancyOptimiz
 """
 
 import contextlib
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -176,11 +177,17 @@ class Sharded(Replica):
 
 
 def dealt(named: dict[str, nn.Parameter], cap: int) -> list[dict[str, nn.Parameter]]:
-    """Parameters by name, dealt into buckets of at most `cap` bytes, in the order in which backward completes them."""
+    """Parameters by name, dealt into buckets of at most `cap` bytes, in the order in which backward completes them.
+
+    Those of which more than this group's ranks hold copies (a norm's under tensor parallelism) have buckets of their
+    own: with nothing of other sizes beside them, their ranges are cut at the same places wherever they are copied.
+    """
     names = {param: name for name, param in named.items()}
+    kinds: dict[tuple, list[nn.Parameter]] = defaultdict(list)
+    for param in named.values():
+        kinds[not param.requires_grad, param.held.holders if hasattr(param, "held") else ()].append(param)
     # IDEA: one flat order, last parameter first, so that buckets fill one after the other while backward goes on.
-    kinds = [[p for p in named.values() if p.requires_grad], [p for p in named.values() if not p.requires_grad]]
-    return [{names[param]: param for param in bucket} for kind in kinds for bucket in deal(kind, cap)]
+    return [{names[param]: param for param in bucket} for kind in kinds.values() for bucket in deal(kind, cap)]
 
 
 def treated(
