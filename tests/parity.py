@@ -111,14 +111,12 @@ def possible(choice: dict[str, Any]) -> bool:
 
 
 def case(**options: Any) -> Case:
-    """The case of these options. It is resumed elsewhere: each option has another value, if there is such a run, or else
-    tp has.
-    """
+    """The case of these options. It is resumed elsewhere, with another tp and as many other options as can be."""
     first = {name: options.get(name, values[0]) for name, values in WHERE.items()}
-    turned = [{name: following(values, first[name], by) for name, values in WHERE.items()} for by in range(1, 60)]
-    kept = {"kv_heads": options.get("kv_heads", WHAT["kv_heads"][0])}
-    others = [choice for choice in turned if possible(choice | kept)]
-    then = next((choice for choice in others if choice["tp"] != first["tp"]), first)
+    draw, what = random.Random(told(options)), {"kv_heads": options.get("kv_heads", WHAT["kv_heads"][0])}
+    drawn = [{name: draw.choice(values) for name, values in WHERE.items()} for _ in range(1000)]
+    others = [choice for choice in drawn if choice["tp"] != first["tp"] and possible(choice | what)]
+    then = max(others, key=lambda choice: sum(choice[name] != first[name] for name in WHERE))
     name = f"{told(options)}, {options.get('train', SGD).optimizer}; then {told(then)}"
     return Case(name, config(**options), config(**{**options, **then}))
 
@@ -128,11 +126,6 @@ def told(options: dict[str, Any]) -> str:
     usual = {name: values[0] for name, values in (WHERE | WHAT).items()}
     chosen = {name: value for name, value in options.items() if name in ("dp", "data") or value != usual.get(name)}
     return ", ".join(f"{name} {value}" for name, value in chosen.items() if name != "train")
-
-
-def following(values: Sequence[Any], value: Any, by: int) -> Any:
-    """The value so many places later in a list, the first after the last or after one that is not in it."""
-    return values[(values.index(value) + by) % len(values)] if value in values else values[0]
 
 
 def covering(options: dict[str, Sequence[Any]], together: int) -> list[dict[str, Any]]:
