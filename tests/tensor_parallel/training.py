@@ -46,6 +46,9 @@ class Recipe:
         return torch.optim.AdamW(params, lr=0.02, eps=1e-4)  # at 1e-8 the noise of a gradient over eps is 1e-9
 
 
+SGD = Recipe()
+
+
 def batch(shape, recipe, step):
     """(input, cotangent) of a block; (ids, labels, factors of the losses) of a model, with ignored labels."""
     numbers = torch.Generator().manual_seed(100 * recipe.seed + step)
@@ -148,7 +151,7 @@ def held(params, tensor):
 
 
 def worst(ranks, expected, zeros=frozenset()):
-    """The largest error of any rank, as a share of what is allowed; `zeros`: names of exact zeros, judged absolutely."""
+    """The largest error of any rank, as a share of what is allowed. zeros: names of exact zeros, judged absolutely."""
     first, steps = expected
     share = 0.0
     for on_rank in ranks:
