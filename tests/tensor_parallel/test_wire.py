@@ -1,5 +1,4 @@
-"""What a layer sends, forward and backward: the sequence of its collectives, the formula's bytes, those of the sockets."""
-
+"""What a layer sends, forward and backward: the sequence of its collectives, the bytes of formula and sockets."""
 
 import pytest
 import torch
@@ -90,7 +89,11 @@ def frozen(run, mode):
 
 @pytest.mark.parametrize(
     ("mode", "without_input", "without_weights"),
-    [("tp", "", "sum"), ("sp", "gather, gather", "gather, reduce"), ("sp, whole inputs kept", "gather", "gather, reduce")],
+    [
+        ("tp", "", "sum"),
+        ("sp", "gather, gather", "gather, reduce"),
+        ("sp, whole inputs kept", "gather", "gather, reduce"),
+    ],
 )
 def test_what_needs_no_gradient_sends_nothing(pool, mode, without_input, without_weights):
     """Neither the sum of dx, nor x once more for a dW that nobody wants."""
@@ -134,7 +137,12 @@ def loss(run, vocab, tokens):
     with watching(backward := Ledger()):
         losses.sum().backward()
     sent = demo.bytes_since(before)
-    return sum(row.algorithm for row in forward.rows()), len(backward.rows()), sum(r.calls for r in forward.rows()), sent
+    return (
+        sum(row.algorithm for row in forward.rows()),
+        len(backward.rows()),
+        sum(r.calls for r in forward.rows()),
+        sent,
+    )
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
@@ -183,5 +191,3 @@ def test_a_group_of_one_sends_nothing(pool, mode):
     """Not even where tokens do not divide by anything."""
     shape = Shape(vocab=37, qk_norm=True, router=True, gathered=True)
     assert pool.run(1, by_itself, shape, mode) in ([(0, 0)], [(0, None)])
-
-
