@@ -90,7 +90,8 @@ class Entrance:
 
     def __init__(self, region: Region, x: Tensor):
         self.x, self.region, self.awaited = x, region, set(region.columns)
-        self.version, self.with_grad = x._version, torch.is_grad_enabled()
+        self.version, self.with_grad = _version(x), torch.is_grad_enabled()
+        self.weights: dict[nn.Parameter, Tensor] = {}
         self.whole = whole = _gathered(x.detach(), region) if region.sequence_parallel else x.detach()  # [..., T, D]
         if self.with_grad:
             self.flight = _Flight(region)
@@ -105,17 +106,15 @@ class Entrance:
 
     def admits(self, x: Tensor, column: nn.Module) -> bool:
         """Whether a call is of the forward that this is for: each column enters once, with the same x."""
-        same = x is self.x and x._version == self.version and torch.is_grad_enabled() == self.with_grad
+        unchanged = x is self.x and self.version is not None and x._version == self.version
+        same = unchanged and torch.is_grad_enabled() == self.with_grad
         return same and column in self.awaited
 
     def project(self, weight: nn.Parameter, bias: nn.Parameter | None) -> Tensor:
         """x · Wᵀ + b for this rank's rows of W: [..., T, D] → [..., T, F/tp]."""
-        if not self.with_grad:
+        if weight not in self.weights:  # without gradients, frozen, or unfrozen since
             return F.linear(self.whole, weight, bias)
-        y = F.linear(self.whole, weight.detach(), bias)
-        if weight not in self.weights:
-            return y
-        later = self.weights[weight]
+        y, later = F.linear(self.whole, weight.detach(), bias), self.weights[weight]
         if self.again:
             later = _Regather.apply(later, self.x.detach(), self.flight)
         return _Join.apply(y, later)
@@ -236,6 +235,11 @@ class _Join(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
         return dy, dy
+
+
+def _version(x: Tensor) -> int | None:
+    """How often x was changed in place; None where nobody counts, as in inference mode."""
+    return None if x.is_inference() else x._version
 
 
 def _gathered(x: Tensor, region: Region) -> Tensor:
