@@ -140,11 +140,10 @@ class _Flight:
         whole, work = self.gather
         if work is not None:
             work.wait()
-            self.gather = whole, None
+            whole = _in_order(whole)  # once for all
         self.readers -= 1
-        if not self.readers:
-            self.gather = None
-        return _in_order(whole)
+        self.gather = (whole, None) if self.readers else None
+        return whole
 
 
 class _Arrive(torch.autograd.Function):
