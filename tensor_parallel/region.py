@@ -17,7 +17,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from einops import rearrange
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
@@ -179,9 +178,9 @@ class _Depart(torch.autograd.Function):
             return dwhole, None, None
         if region.sequence_parallel:
             dx = dwhole.new_empty(ctx.shape)  # [..., T/tp, D]
-            ordered = rearrange(dwhole.reshape(-1, *dwhole.shape[-2:]), "b (p t) d -> p b t d", p=region.group.size())
-            flat = ordered.contiguous().view(-1, *dx.shape[-1:])
-            work = comm.reduce_scatter_single(dx.view(-1, *dx.shape[-1:]), flat, group=region.group, async_op=True)
+            pieces = dwhole.unflatten(-2, (region.group.size(), dx.size(-2))).movedim(-3, 0)  # [tp, ..., T/tp, D]
+            flat = pieces.flatten(0, -2).contiguous()
+            work = comm.reduce_scatter_single(dx.flatten(0, -2), flat, group=region.group, async_op=True)
         else:
             dx = dwhole.clone(memory_format=torch.contiguous_format)  # [..., T, D]
             work = comm.all_reduce(dx, group=region.group, async_op=True)
@@ -253,7 +252,7 @@ def _gathered(x: Tensor, region: Region) -> Tensor:
 def _start_gather(x: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Handle]:
     """The pieces of all ranks, one after the other: [tp, ..., T/tp, D]."""
     whole = x.new_empty(group.size(), *x.shape)
-    work = comm.all_gather_single(whole.view(-1, *x.shape[1:]), x.contiguous(), group=group, async_op=True)
+    work = comm.all_gather_single(whole.flatten(0, 1), x.contiguous(), group=group, async_op=True)
     return whole, work
 
 
