@@ -77,7 +77,7 @@ class Entrance:
     layer's backward is two nodes of autograd's graph, and the engine, which of all nodes that are ready runs the one
     that was made last, runs them in this order, whatever the order in which the layers were called:
 
-        _Regather × columns   start to gather x again, once                     made last
+        _Keep × columns       bring x, or start to gather it again, once        made last
         the products          dx {+tp} = dy · W, summed over the columns
         _Depart               start to reduce dx
         _Weight × columns     wait for x; dW = dyᵀ · x, while dx travels
@@ -94,13 +94,12 @@ class Entrance:
         self.whole = whole = _gathered(x.detach(), region) if region.sequence_parallel else x.detach()  # [..., T, D]
         if self.with_grad:
             self.flight = _Flight(region)
-            self.again = region.sequence_parallel and not region.save_gathered and region.group.size() > 1
+            self.kept = x.detach() if self.flight.gathers_again else whole
             arrived = _Arrive.apply(x, self.flight)
             weights = [column.weight for column in region.columns if column.weight.requires_grad]
-            kept = None if self.again else whole
             shape = whole.shape[:-1]
             # IDEA: what is made first is run last: dW waits until dx is on its way.
-            self.weights = {weight: _Weight.apply(weight, kept, shape, self.flight) for weight in weights}
+            self.weights = {weight: _Weight.apply(weight, shape, self.flight) for weight in weights}
             self.whole = _Depart.apply(arrived, whole, self.flight)
 
     def admits(self, x: Tensor, column: nn.Module) -> bool:
@@ -114,9 +113,7 @@ class Entrance:
         if weight not in self.weights:  # without gradients, frozen, or unfrozen since
             return F.linear(self.whole, weight, bias)
         y, later = F.linear(self.whole, weight.detach(), bias), self.weights[weight]
-        if self.again:
-            later = _Regather.apply(later, self.x.detach(), self.flight)
-        return _Join.apply(y, later)
+        return _Join.apply(y, _Keep.apply(later, self.kept, self.flight))
 
 
 class _Flight:
@@ -124,24 +121,25 @@ class _Flight:
 
     def __init__(self, region: Region):
         self.region = region
+        self.gathers_again = region.sequence_parallel and not region.save_gathered and region.group.size() > 1
         self.reduction: Handle | None = None
-        self.gather: tuple[Tensor, Handle] | None = None
-        self.readers = 0  # of the gathered input, still to come
+        self.input: tuple[Tensor, Handle | None] | None = None
+        self.readers = 0  # of the whole input, still to come
 
-    def start_gather(self, x: Tensor) -> None:
-        """A weight's gradient is going to need x whole: the first starts the gather."""
-        if self.gather is None:
-            self.gather = _start_gather(x, self.region.group)
+    def start_input(self, kept: Tensor) -> None:
+        """A weight's gradient is going to need x whole: the first to say so starts the gather, if there is one."""
+        if self.input is None:
+            self.input = _start_gather(kept, self.region.group) if self.gathers_again else (kept, None)
         self.readers += 1
 
-    def gathered(self) -> Tensor:
-        """x whole; the last one that needs it lets go of it."""
-        whole, work = self.gather
+    def wait_input(self) -> Tensor:
+        """x whole, [..., T, D]; the last one that needs it lets go of it."""
+        whole, work = self.input
         if work is not None:
             work.wait()
             whole = _in_order(whole)  # once for all
         self.readers -= 1
-        self.gather = (whole, None) if self.readers else None
+        self.input = (whole, None) if self.readers else None
         return whole
 
 
@@ -192,33 +190,31 @@ class _Weight(torch.autograd.Function):
     """forward: a stand-in for the product, without memory. backward: dW = dyᵀ · x."""
 
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, kept: Tensor | None, shape: torch.Size, flight: _Flight) -> Tensor:
+    def forward(ctx: Any, weight: Tensor, shape: torch.Size, flight: _Flight) -> Tensor:
         ctx.flight, ctx.dtype = flight, weight.dtype
-        if kept is not None:
-            ctx.save_for_backward(kept)
         return weight.new_zeros(()).expand(*shape, len(weight))
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
-        [whole] = ctx.saved_tensors or [ctx.flight.gathered()]
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+        whole = ctx.flight.wait_input()
         dy = dy.reshape(-1, dy.size(-1))
-        return (dy.t() @ whole.reshape(-1, whole.size(-1)).to(dy.dtype)).to(ctx.dtype), None, None, None
+        return (dy.t() @ whole.reshape(-1, whole.size(-1)).to(dy.dtype)).to(ctx.dtype), None, None
 
 
-class _Regather(torch.autograd.Function):
-    """forward: the stand-in. backward: starts to gather the input again; the gradient goes on."""
+class _Keep(torch.autograd.Function):
+    """forward: the stand-in; keeps x, whole or a piece. backward: brings it, or starts to gather it; dy goes on."""
 
     @staticmethod
-    def forward(ctx: Any, later: Tensor, x: Tensor, flight: _Flight) -> Tensor:
+    def forward(ctx: Any, later: Tensor, kept: Tensor, flight: _Flight) -> Tensor:
         ctx.flight = flight
-        ctx.save_for_backward(x)  # [..., T/tp, D]
+        ctx.save_for_backward(kept)  # [..., T, D] or [..., T/tp, D]
         return later.data
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
-        ctx.flight.start_gather(*ctx.saved_tensors)
+        ctx.flight.start_input(*ctx.saved_tensors)
         return dy, None, None
 
 
