@@ -61,22 +61,34 @@ def normal(key: int, index: Tensor) -> Tensor:
     return uniform(key, index).mul_(2).sub_(1).erfinv_().mul_(math.sqrt(2))
 
 
-def keep(key: int, rows: Tensor, width: int, p: float) -> Tensor:
-    """Dropout's mask: bool [*rows.shape, width], False with probability p rounded to 1/65536.
+def keep(key: int, rows: Tensor, width: int, p: float, channels: range | None = None) -> Tensor:
+    """Dropout's mask: bool [*rows.shape, width], False with probability p rounded to 1/65536; of these channels alone
+    where they are given, consecutive ones of the width.
 
     Element c of row r looks at 16 bits: lane c % 4 (lowest first) of the hash at r * ceil(width / 4) + c // 4.
     """
-    groups = -(-width // 4)
-    index = rows.reshape(-1, 1) * groups + torch.arange(groups, device=rows.device)
-    lanes = bits(key, index).reshape(-1).view(torch.int16).view(*rows.shape, 4 * groups)
-    return lanes[..., :width] >= _threshold(p) - 2**15
+    channels = range(width) if channels is None else channels
+    if not range(width)[channels.start : channels.stop] == channels:
+        raise ValueError(f"{channels} are not consecutive channels of a width of {width}")
+    groups, first = -(-width // 4), channels.start // 4
+    last = max(first, -(-channels.stop // 4))
+    index = rows.reshape(-1, 1) * groups + torch.arange(first, last, device=rows.device)
+    lanes = bits(key, index).reshape(-1).view(torch.int16).view(*rows.shape, 4 * (last - first))
+    start = channels.start - 4 * first
+    return lanes[..., start : start + len(channels)] >= _threshold(p) - 2**15
 
 
-def dropout(x: Tensor, key: int, rows: Tensor, p: float) -> Tensor:
-    """x [*rows.shape, D] with elements dropped by `keep` and the others scaled so that the mean stays."""
+def dropout(
+    x: Tensor, key: int, rows: Tensor, p: float, *, width: int | None = None, channels: range | None = None
+) -> Tensor:
+    """x [*rows.shape, D] with elements dropped by `keep` and the others scaled so that the mean stays.
+
+    A rank that has only some of the channels says which, and of what width: its mask is that part of the whole one.
+    """
     if _threshold(p) == 0:
         return x
-    return x * keep(key, rows, x.shape[-1], p) * (2**16 / (2**16 - _threshold(p)))
+    mask = keep(key, rows, x.shape[-1] if width is None else width, p, channels)
+    return x * mask * (2**16 / (2**16 - _threshold(p)))
 
 
 def permutation(key: int, index: Tensor, n: int) -> Tensor:

@@ -18,6 +18,8 @@ from typing import Any, Literal
 
 import numpy as np
 
+from tensor_parallel import cut
+
 
 class ConfigError(ValueError):
     """A mistake of the user's, told in one line that names the thing and the remedy."""
@@ -47,7 +49,7 @@ class ModelConfig(_Strict):
     layers: int = 4
     width: int = 192  # D
     heads: int = 6  # H
-    kv_heads: int = 3
+    kv_heads: int = 2
     hidden: int = 512  # F
     dropout: float = 0.0
     tied: bool = False  # the head's matrix is the embedding's
@@ -103,6 +105,10 @@ class ParallelConfig(_Strict):
     cap: int = 25 << 20  # bytes of a bucket; naive and fsdp have none, zero3 one a layer
     reshard: bool = True  # fsdp: a block's weights are freed between its forward and its backward
     prefetch: int = 1  # fsdp: blocks whose weights are gathered in advance
+    # over tp (tensor_parallel/): the residual stream is cut along the sequence, and what the layers that gather it keep
+    # for backward is their piece of it, or all
+    sequence: bool = False
+    save_gathered: bool = False
     recompute: tuple[str, ...] = ()  # what runs forward again in backward: "block", or some of its parts, as "attend"
 
 
@@ -187,7 +193,8 @@ def unknown(name: str) -> str:
 def check(config: Config, world: int) -> None:
     """Raise ConfigError for what cannot run on `world` ranks: the first mistake, with its remedy."""
     mistakes = [*_out_of_range(config), *_mesh_mistakes(config.mesh, world)]
-    for mistake in (*mistakes, *_strategy_mistakes(config), *_model_mistakes(config.model)):
+    mistakes += [*_strategy_mistakes(config), *_model_mistakes(config.model)]
+    for mistake in mistakes or _tensor_mistakes(config):
         raise ConfigError(mistake)
 
 
@@ -239,14 +246,16 @@ def _mesh_mistakes(mesh: MeshConfig, world: int) -> Iterator[str]:
         product = " × ".join(f"{axis} {size}" for axis, size in sizes.items())
         yield f"the mesh {product} makes {ranks} ranks, but {world} are started: change [mesh] or --nproc-per-node"
     for axis, size in {**sizes, "ep": mesh.ep}.items():
-        if size > 1 and axis not in ("dp", "fsdp"):
-            yield f"mesh.{axis}={size}: there is no strategy for {axis} yet; use mesh.{axis}=1, mesh.dp, mesh.fsdp"
+        if size > 1 and axis not in ("dp", "fsdp", "tp"):
+            yield f"mesh.{axis}={size}: there is no strategy for {axis} yet; use mesh.{axis}=1, or dp, fsdp, tp"
 
 
 def _strategy_mistakes(config: Config) -> Iterator[str]:
     parallel, fsdp = config.parallel, config.mesh.fsdp
     if fsdp > 1 and parallel.data not in ("auto", "fsdp"):
         yield f"parallel.data={parallel.data} works over mesh.dp: use mesh.fsdp=1, or parallel.data=fsdp"
+    if parallel.save_gathered and not parallel.sequence:
+        yield "parallel.save_gathered=true is a way of parallel.sequence=true: without it nothing is gathered"
     for name in parallel.recompute:
         if name not in RECOMPUTED:
             yield f"parallel.recompute has {name!r}: use some of {', '.join(RECOMPUTED)}"
@@ -264,6 +273,24 @@ def _model_mistakes(model: ModelConfig) -> Iterator[str]:
         yield f"model.kv_heads={model.kv_heads} does not divide model.heads={model.heads}; use one of {divisors}"
     if model.width % (2 * model.heads):
         yield f"model.width={model.width} is not an even multiple of model.heads={model.heads}: RoPE turns pairs"
+
+
+def _tensor_mistakes(config: Config) -> Iterator[str]:
+    model, context, sequence = config.model, config.data.context, config.parallel.sequence
+
+    def reasons(tp: int) -> Iterator[str]:
+        if tp not in cut.degrees(model.heads, model.kv_heads):
+            yield f"does not fit model.heads={model.heads} and model.kv_heads={model.kv_heads}"
+        if model.hidden % tp:
+            yield f"does not divide model.hidden={model.hidden}"
+        if model.vocab < tp:
+            yield f"is more than model.vocab={model.vocab}"
+        if sequence and context % tp:
+            yield f"does not divide data.context={context}, which parallel.sequence cuts"
+
+    fine = [tp for tp in cut.divisors(model.heads) if not any(reasons(tp))]
+    for reason in reasons(config.mesh.tp):
+        yield f"mesh.tp={config.mesh.tp} {reason}; use a tp of {cut.listed(fine)}"
 
 
 def _explain(error: Mapping[str, Any]) -> str:

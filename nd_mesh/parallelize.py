@@ -6,22 +6,31 @@ a seam of the model; the data strategy then allocates exactly what is left, and 
 its boxes.
 """
 
-import torch
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
 
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import tensor_parallel
 from collectives import layout, rng
 from collectives.replicas import Replica
 from ddp import bucketed, naive, overlapped
 from fsdp import fully_shard
 from nd_mesh.config import Config, ParallelConfig
 from nd_mesh.mesh import Mesh
-from nd_mesh.model import GPT
+from nd_mesh.model import GPT, IGNORE, Where
 from nd_mesh.recompute import Recomputed, chosen, recompute
+from tensor_parallel import Column, KeyValue, Row, Stream, Vocabulary, cut, vocab_parallel_cross_entropy
 from zero import stage1, stage2, stage3
 
 DATA_STRATEGIES = {  # over dp alone
     **{"auto": overlapped.wrap, "naive": naive.wrap, "bucketed": bucketed.wrap, "overlapped": overlapped.wrap},
     **{"zero1": stage1.wrap, "zero2": stage2.wrap, "zero3": stage3.wrap},
 }
+PARTIAL = ("kv", "tp")  # labels of the sums that come after those over data, in this order
 
 
 def parallelize(model: GPT, config: Config, mesh: Mesh, device: torch.device) -> tuple[Replica, Recomputed]:
@@ -33,18 +42,79 @@ def parallelize(model: GPT, config: Config, mesh: Mesh, device: torch.device) ->
     for param in model.parameters():
         param.held.sums = {axis: mesh.group(axis) for axis in ("dp", "fsdp", "cp")}  # each rank sees part of the tokens
 
-    # 2. Recomputation replaces the forward of modules: the data strategy's hooks then sit outside of what runs again.
+    # 2. Tensor parallelism cuts matrices, in place: a shared one stays shared. From here on a rank has a piece.
+    if mesh.size("tp") > 1:
+        cut_tensors(model, config, mesh)
+
+    # 3. Who holds the same now, so that the data strategy cuts copies at the same places.
+    layout.check(model.parameters(), mesh.run.world)
+
+    # 4. Recomputation replaces the forward of modules: the data strategy's hooks then sit outside of what runs again.
     recomputed = recompute(chosen(model, config.parallel.recompute))
 
-    # 3. The data strategy: it comes last of those that cut, since it allocates what is left.
+    # 5. The data strategy: it comes last of those that cut, since it allocates what is left.
     handle = data_parallel(model, config.parallel, mesh, device)
 
-    # 4. Initial values: a function of the seed, the name and the box. Each owner makes its own; then all have them.
+    # 6. Initial values: a function of the seed, the name and the box. Each owner makes its own; then all have them.
     for param in handle.parameters():
         rng.fill(param, config.train.seed)
     handle.after_load()
     layout.check(handle.parameters(), mesh.run.world)
     return handle, recomputed
+
+
+def plan(model: GPT, kv_group: dist.ProcessGroup | None) -> Mapping[str, tensor_parallel.Role]:
+    """Which module has which role: columns, and the row that closes their region, in the order in which they run."""
+    config = model.config
+    keys = KeyValue(config.kv_heads, config.heads, kv_group)
+    return {
+        "embed": Vocabulary(),
+        "blocks.*.attend_norm": Stream(),
+        **{"blocks.*.q": Column((config.heads,)), "blocks.*.k": keys, "blocks.*.v": keys, "blocks.*.o": Row()},
+        "blocks.*.ffn_norm": Stream(),
+        **{"blocks.*.ffn.gate": Column(), "blocks.*.ffn.up": Column(), "blocks.*.ffn.down": Row()},
+        "norm": Stream(),
+        "head": Vocabulary(),
+    }
+
+
+def cut_tensors(model: GPT, config: Config, mesh: Mesh) -> None:
+    """Each rank of tp keeps its heads, its channels of the feed-forward network, its part of the vocabulary; with
+    sequence parallelism its tokens of the residual stream too.
+    """
+    group, parallel = mesh.group("tp"), config.parallel
+    modes = {"sequence_parallel": parallel.sequence, "save_gathered": parallel.save_gathered}
+    tensor_parallel.parallelize(model, plan(model, kv_group(model, mesh)), group, **modes)
+    if parallel.sequence:
+        model.register_forward_pre_hook(narrow_stream(group))
+
+    def loss(hidden: Tensor, labels: Tensor) -> Tensor:
+        logits = model.head(hidden)  # [B, T, V/tp]
+        vocab, ignored = model.config.vocab, {"ignore_index": IGNORE}
+        return vocab_parallel_cross_entropy(logits, labels, vocab, group=group, **ignored).sum()
+
+    model.loss = loss
+    model.logits = lambda hidden: model.head.gather(model.head(hidden))  # [B, T, V]
+
+
+def kv_group(model: GPT, mesh: Mesh) -> dist.ProcessGroup | None:
+    """The ranks of tp that hold the same keys and values as this one; None where there are enough heads for all."""
+    if mesh.size("tp") <= model.config.kv_heads:
+        return None
+    runs = [run for ranks in mesh.grid.groups("tp") for run in cut.sharers(ranks, model.config.kv_heads)]
+    [mine] = filter(None, [mesh.run.new_group(run) for run in runs])  # all ranks make all of them, in one order
+    return mine
+
+
+def narrow_stream(group: dist.ProcessGroup) -> Any:
+    """A hook before the model's forward: this rank's tokens are a part of the residual stream, for dropout's sake."""
+
+    def narrow(model: nn.Module, args: tuple[Tensor, Where]) -> tuple[Tensor, Where]:
+        ids, where = args
+        stream = where.stream.tensor_split(group.size())[group.rank()]  # [T/tp]
+        return ids, replace(where, stream=stream)
+
+    return narrow
 
 
 def data_parallel(model: GPT, parallel: ParallelConfig, mesh: Mesh, device: torch.device) -> Replica:

@@ -20,13 +20,14 @@ from checkpoint import Checkpoints, Keep, Saved, State, Storm, find, restore, tr
 from collectives import comm
 from collectives.agreement import Stopped, together
 from collectives.norm import clip, grad_norm
+from collectives.partials import sum_partials
 from collectives.runtime import Runtime
 from nd_mesh import data, manifest
 from nd_mesh.config import Config, ConfigError, TrainConfig
 from nd_mesh.mesh import Mesh
 from nd_mesh.metrics import Record
 from nd_mesh.model import GPT, IGNORE
-from nd_mesh.parallelize import parallelize
+from nd_mesh.parallelize import PARTIAL, parallelize
 
 FIXED = (
     "data.context",
@@ -105,6 +106,7 @@ class Trainer:
             total += loss.detach()
         busy = time.perf_counter() - began
         self.handle.finish()
+        sum_partials(self.handle.parameters(), PARTIAL)
         comm.all_reduce(total, group=self.mesh.group("data"), ordered=True)
         self.metrics["loss"] = total.item()
         return self.metrics["loss"], int(count), busy

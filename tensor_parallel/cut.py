@@ -23,7 +23,7 @@ def even(rows: int, ranks: int, *, units: int | None = None, what: str = "rows")
     if units < 1 or rows % units:
         raise ValueError(f"{rows} rows are not {units} {what} of equal size")
     if units % ranks:
-        raise ValueError(f"tp={ranks} does not divide {units} {what}; use a tp of {_listed(divisors(units))}")
+        raise ValueError(f"tp={ranks} does not divide {units} {what}; use a tp of {listed(divisors(units))}")
     share = rows // ranks
     return [range(rank * share, (rank + 1) * share) for rank in range(ranks)]
 
@@ -50,7 +50,7 @@ def shared(rows: int, ranks: int, *, units: int, heads: int) -> list[range]:
         raise ValueError(f"{units} key and value heads do not divide {heads} query heads")
     if ranks not in (fine := degrees(heads, units)):
         raise ValueError(
-            f"tp={ranks} does not fit {heads} query heads and {units} key and value heads; use a tp of {_listed(fine)}"
+            f"tp={ranks} does not fit {heads} query heads and {units} key and value heads; use a tp of {listed(fine)}"
         )
     if units >= ranks:
         return even(rows, ranks, units=units)
@@ -75,6 +75,7 @@ def divisors(number: int) -> list[int]:
     return [d for d in range(1, number + 1) if number % d == 0]
 
 
-def _listed(numbers: Sequence[int]) -> str:
+def listed(numbers: Sequence[int]) -> str:
+    """For people: 1, 2 or 4."""
     *most, last = map(str, numbers)
     return f"{', '.join(most)} or {last}" if most else last

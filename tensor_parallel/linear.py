@@ -55,9 +55,10 @@ class ColumnParallelLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """What `Region.enter` takes → [..., T, F/tp], or with gather_output [..., T, F]."""
         y = self.region.enter(x, self).project(self.weight, self.bias)
-        return self._gathered(y) if self.gather_output else y
+        return self.gather(y) if self.gather_output else y
 
-    def _gathered(self, y: Tensor) -> Tensor:
+    def gather(self, y: Tensor) -> Tensor:
+        """[..., T, F/tp] → [..., T, F], which all ranks go on with alike."""
         group = self.region.group
         if group.size() == 1:
             return y

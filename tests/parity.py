@@ -5,9 +5,9 @@ loss, the gradient before clipping, its norm, and the update. Never per element:
 its largest entry. Every run is then saved, resumed on another mesh, and judged for two more steps.
 """
 
-import heapq
 import itertools
 import math
+import random
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -26,20 +26,21 @@ from nd_mesh.data import Stream
 from nd_mesh.mesh import Grid
 from nd_mesh.parallelize import DATA_STRATEGIES
 from nd_mesh.train import Trainer
+from tensor_parallel import cut
 from tests.pool import Pool
 from tests.reference import loop
 
 ULP = torch.finfo(torch.float64).eps
 STEPS, MORE = 3, 2  # before and after the checkpoint
-VOCAB, CONTEXT = 37, 16
-MODEL = ModelConfig(vocab=VOCAB, layers=2, width=16, heads=4, kv_heads=2, hidden=20, rope_base=50.0)
+VOCAB, CONTEXT = 37, 12
+MODEL = ModelConfig(vocab=VOCAB, layers=2, width=24, heads=12, kv_heads=2, hidden=24, rope_base=50.0)
 SGD = TrainConfig(
     **{"steps": 6, "batch": 7, "dtype": "float64", "seed": 3, "clip": 0.5},  # no setting has its default
     **{"optimizer": "sgd", "lr": 0.5, "warmup": 1, "min_lr": 0.3, "momentum": 0.8, "weight_decay": 0.02},
 )
-ADAMW = replace(
-    SGD, optimizer="adamw", lr=0.05, betas=(0.8, 0.9), eps=1e-4
-)  # at the usual 1e-8 the noise of a gradient over eps is 1e-9
+# At the usual eps of 1e-8 the noise of a gradient over eps is 1e-9; at larger steps rounding grows by itself, and what
+# five of them make of it on one process is no longer small beside what is allowed.
+ADAMW = replace(SGD, optimizer="adamw", lr=0.02, betas=(0.8, 0.9), eps=1e-4)
 
 
 def config(*, train: TrainConfig = SGD, **settings: Any) -> Config:
@@ -55,6 +56,9 @@ def config(*, train: TrainConfig = SGD, **settings: Any) -> Config:
 WHERE = {
     "dp": (1, 2, 3, 4, 8),
     "fsdp": (1, 2, 3, 4),
+    "tp": (1, 2, 3, 4),
+    "sequence": (False, True),
+    "save_gathered": (False, True),
     "data": (*DATA_STRATEGIES, "fsdp"),
     "cap": (25 << 20, 1000),
     "reshard": (True, False),
@@ -66,8 +70,13 @@ WHERE = {
 WHAT = {
     "dropout": (0.0, 0.1),
     "tied": (False, True),
+    "kv_heads": (2, 6, 1),
     "train": (SGD, ADAMW),
 }
+FREE = ("recompute", "microbatches", "dropout", "tied", "train")  # whatever the others are
+
+
+Combination = tuple[tuple[str, Any], ...]  # of some options, each with a value
 
 
 @dataclass(frozen=True)
@@ -88,9 +97,13 @@ def cases(together: int) -> list[Case]:
 def possible(choice: dict[str, Any]) -> bool:
     """Whether there is such a run, on at most eight ranks, and no other choice is the same run."""
     sharded, data = choice["data"] == "fsdp", choice["data"]
-    usual = {name for name, values in WHERE.items() if choice[name] == values[0]}
+    usual = {name for name, values in WHERE.items() if choice.get(name, values[0]) == values[0]}
+    tp, kv_heads = choice["tp"], choice["kv_heads"]
     return (
-        choice["dp"] * choice["fsdp"] <= 8
+        choice["dp"] * choice["fsdp"] * tp <= 8
+        and tp in cut.degrees(MODEL.heads, kv_heads)
+        and (tp > 1 or "sequence" in usual)
+        and (choice["sequence"] or "save_gathered" in usual)
         and data != "auto"
         and (sharded or {"fsdp", "reshard", "prefetch"} <= usual)
         and ("cap" in usual or data not in ("naive", "zero3", "fsdp"))
@@ -98,10 +111,12 @@ def possible(choice: dict[str, Any]) -> bool:
 
 
 def case(**options: Any) -> Case:
-    """The case of these options. It is resumed elsewhere: each option has another value, if there is such a run."""
+    """The case of these options. It is resumed elsewhere, with another tp and as many other options as can be."""
     first = {name: options.get(name, values[0]) for name, values in WHERE.items()}
-    turned = [{name: following(values, first[name], by) for name, values in WHERE.items()} for by in range(1, 60)]
-    then = next((choice for choice in turned if possible(choice)), first)
+    draw, what = random.Random(told(options)), {"kv_heads": options.get("kv_heads", WHAT["kv_heads"][0])}
+    drawn = [{name: draw.choice(values) for name, values in WHERE.items()} for _ in range(1000)]
+    others = [choice for choice in drawn if choice["tp"] != first["tp"] and possible(choice | what)]
+    then = max(others, key=lambda choice: sum(choice[name] != first[name] for name in WHERE))
     name = f"{told(options)}, {options.get('train', SGD).optimizer}; then {told(then)}"
     return Case(name, config(**options), config(**{**options, **then}))
 
@@ -113,29 +128,37 @@ def told(options: dict[str, Any]) -> str:
     return ", ".join(f"{name} {value}" for name, value in chosen.items() if name != "train")
 
 
-def following(values: Sequence[Any], value: Any, by: int) -> Any:
-    """The value so many places later in a list, the first after the last or after one that is not in it."""
-    return values[(values.index(value) + by) % len(values)] if value in values else values[0]
-
-
 def covering(options: dict[str, Sequence[Any]], together: int) -> list[dict[str, Any]]:
     """A short list of choices in which any `together` options occur with all combinations of their values.
 
-    Greedy: of the choices not yet taken the one with most combinations that have not occurred, the first of equals.
+    Greedy: for the first combination that has not occurred, some choices that have it are drawn, and the one is taken
+    with most combinations that have not occurred.
     """
-    every = (dict(zip(options, values, strict=True)) for values in itertools.product(*options.values()))
-    product = [choice for choice in every if possible(choice)]
-    new = [set(itertools.combinations(choice.items(), together)) for choice in product]
-    queue = [(-len(combinations), i) for i, combinations in enumerate(new)]  # sorted, and so a heap; counts may be old
-    taken, occurred = [], set()
-    while queue:
-        _, i = heapq.heappop(queue)
-        new[i] -= occurred
-        if queue and (-len(new[i]), i) > queue[0]:
-            heapq.heappush(queue, (-len(new[i]), i))
-        elif new[i]:
-            taken.append(product[i])
-            occurred |= new[i]
+    draw, bound = random.Random(0), [name for name in options if name not in FREE]
+    rows = [dict(zip(bound, values, strict=True)) for values in itertools.product(*(options[name] for name in bound))]
+    rows = [row for row in rows if possible(row)]
+    missing: dict[Combination, None] = {}  # in order
+    for names in itertools.combinations(options, together):
+        limited, free = [[name for name in names if (name in FREE) == kind] for kind in (False, True)]
+        for values in dict.fromkeys(tuple(row[name] for name in limited) for row in rows):
+            for others in itertools.product(*(options[name] for name in free)):
+                known = dict(zip([*limited, *free], [*values, *others], strict=True))
+                missing[tuple((name, known[name]) for name in names)] = None
+    taken = []
+    while missing:
+        wanted = dict(next(iter(missing)))
+        fitting = [row for row in rows if all(row[name] == value for name, value in wanted.items() if name in row)]
+        drawn = [
+            {name: wanted.get(name, row[name] if name in row else draw.choice(options[name])) for name in options}
+            for row in draw.choices(fitting, k=20)
+        ]
+        new = [
+            [each for each in itertools.combinations(choice.items(), together) if each in missing] for choice in drawn
+        ]
+        best = max(range(len(drawn)), key=lambda i: len(new[i]))
+        taken.append(drawn[best])
+        for each in new[best]:
+            del missing[each]
     return taken
 
 
@@ -196,20 +219,26 @@ def built(run: Runtime, config: Config, documents: list[np.ndarray]) -> Trainer:
 
 
 def parameters(trainer: Trainer) -> dict[str, Tensor]:
-    """A copy of the weights that this rank computes with, by name."""
+    """The weights that the ranks compute with, by name; of its own a rank has its own."""
     with trainer.handle.whole():
-        return {param.held.name: param.detach().cpu().clone() for param in trainer.model.parameters()}
+        mine = [(param.held.name, param.held.boxes, param.detach().cpu()) for param in trainer.model.parameters()]
+        return put_together(trainer, mine)
 
 
 def gradients(trainer: Trainer) -> dict[str, Tensor]:
-    """The whole gradient by name, put together from the boxes of all ranks; its own, where they are whole already."""
-    mine = [(param.held.name, param.held.boxes, param.grad.cpu()) for param in trainer.handle.parameters()]
-    if all(boxes == (layout.Box.whole(grad.shape),) for _, boxes, grad in mine):
-        return {name: grad.clone() for name, _, grad in mine}
+    """The whole gradient by name."""
+    params = trainer.handle.parameters()
+    return put_together(trainer, [(param.held.name, param.held.boxes, param.grad.cpu()) for param in params])
+
+
+def put_together(trainer: Trainer, mine: list[tuple[str, tuple[layout.Box, ...], Tensor]]) -> dict[str, Tensor]:
+    """Whole tensors by name from the boxes of all ranks, this rank's own last; none is asked if its own are whole."""
+    if all(boxes == (layout.Box.whole(values.shape),) for _, boxes, values in mine):
+        return {name: values.clone() for name, _, values in mine}
     whole = {}
-    for name, boxes, grad in itertools.chain(*comm.all_gather_object(mine, group=trainer.run.world)):
-        for box, part in zip(boxes, grad.flatten().split([box.numel for box in boxes]) if boxes else (), strict=True):
-            known = whole.setdefault(name, torch.full(box.shape, math.nan, dtype=grad.dtype))
+    for name, boxes, values in itertools.chain(*comm.all_gather_object(mine, group=trainer.run.world), mine):
+        for box, part in zip(boxes, values.flatten().split([box.numel for box in boxes]) if boxes else (), strict=True):
+            known = whole.setdefault(name, torch.full(box.shape, math.nan, dtype=values.dtype))
             known[box.slices(layout.Box.whole(box.shape))] = part.view(box.local)
     return whole
 

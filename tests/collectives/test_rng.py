@@ -191,6 +191,24 @@ def test_a_row_keeps_the_same_whoever_asks(width):
 
 
 @pytest.mark.parametrize("width", [1, 4, 7])
+def test_some_channels_get_their_part_of_the_mask(width):
+    rows = torch.arange(7, 19)
+    whole = rng.keep(1, rows, width, 0.3)
+    for start in range(width + 1):
+        for stop in range(start, width + 1):
+            assert torch.equal(rng.keep(1, rows, width, 0.3, range(start, stop)), whole[:, start:stop])
+    x = torch.randn(12, width)
+    part = rng.dropout(x[:, 1:width], 1, rows, 0.3, width=width, channels=range(1, width))
+    assert torch.equal(part, rng.dropout(x, 1, rows, 0.3)[:, 1:width])
+
+
+@pytest.mark.parametrize("channels", [range(3, 6), range(-1, 2), range(0, 4, 2)])
+def test_channels_that_are_none_are_refused(channels):
+    with pytest.raises(ValueError, match="consecutive channels of a width of 5"):
+        rng.keep(1, torch.arange(3), 5, 0.3, channels)
+
+
+@pytest.mark.parametrize("width", [1, 4, 7])
 @pytest.mark.parametrize("shape", [(0,), (2, 0), (0, 3)])
 def test_a_rank_without_a_token_drops_nothing(shape, width):
     rows = torch.empty(shape, dtype=torch.int64)
