@@ -1,12 +1,8 @@
 """What autograd keeps for backward: the storages behind the tensors that a forward saves, each counted once.
 
-    with saving() as saved:
-        y = block(x)
-    saved.nbytes(block.parameters())
-
-A view keeps all of its storage, and a tensor that two operations save is kept once, so storages are what counts; input
-and output are among them where an operation saves them. What a hook further in keeps in their stead (recomputation) is
-not seen, nor what a function puts aside by itself. PyTorch's counterpart: saved_tensors_hooks, which this stands on.
+A view keeps all of its storage, and a tensor that two operations save is kept once, so storages are what counts; an
+input or an output is among them where an operation saves it. Not seen is what a function puts aside by itself, and what
+hooks further in keep instead (recomputation). PyTorch's counterpart: saved_tensors_hooks, on which this stands.
 """
 
 import contextlib
@@ -21,34 +17,28 @@ class Saved:
     """Of the tensors that were saved under `saving`, those that autograd still keeps."""
 
     def __init__(self) -> None:
-        self._places: weakref.WeakSet[_Place] = weakref.WeakSet()
+        self._kept: list[weakref.ref[Tensor]] = []
 
     def tensors(self) -> list[Tensor]:
-        """Each as often as it was saved, in no order."""
-        return [place.tensor for place in self._places]
+        """Each as often as it was saved, in the order of saving."""
+        return [tensor for kept in self._kept if (tensor := kept()) is not None]
 
     def nbytes(self, without: Iterable[Tensor] = ()) -> int:
-        """Bytes of their storages; not of those that these tensors (parameters) lie in."""
+        """Bytes of their storages, but for those in which these tensors (parameters) lie."""
         known = {tensor.untyped_storage().data_ptr() for tensor in without}
-        storages = (tensor.untyped_storage() for tensor in self.tensors())
+        storages = [tensor.untyped_storage() for tensor in self.tensors()]
         sizes = {storage.data_ptr(): storage.nbytes() for storage in storages}
         return sum(size for place, size in sizes.items() if place not in known)
 
-    def _pack(self, tensor: Tensor) -> "_Place":
-        self._places.add(place := _Place(tensor.detach()))
-        return place
-
-
-class _Place:
-    """What autograd holds in place of a tensor: it goes when autograd lets go."""
-
-    def __init__(self, tensor: Tensor):
-        self.tensor = tensor
+    def _keep(self, tensor: Tensor) -> Tensor:
+        kept = tensor.detach()  # a result that its own operation saves would keep that operation, and so itself, alive
+        self._kept.append(weakref.ref(kept))
+        return kept
 
 
 @contextlib.contextmanager
 def saving() -> Iterator[Saved]:
-    """Watch what autograd saves on this thread inside the block; what it keeps of that can be asked later too."""
+    """Watch what autograd saves on this thread inside of the block. It can be asked later what is still kept."""
     saved = Saved()
-    with saved_tensors_hooks(saved._pack, lambda place: place.tensor):
+    with saved_tensors_hooks(saved._keep, lambda kept: kept):
         yield saved
