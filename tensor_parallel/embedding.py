@@ -29,7 +29,7 @@ class VocabParallelEmbedding(nn.Module):
     def __init__(self, embedding: nn.Embedding, region: Region):
         super().__init__()
         for setting in ("max_norm", "padding_idx", "scale_grad_by_freq", "sparse"):
-            if getattr(embedding, setting) not in (None, False):
+            if (value := getattr(embedding, setting)) is not None and value is not False:  # 0 is a token
                 raise ValueError(f"an embedding with {setting} cannot be cut by its vocabulary; make it without")
         declare(embedding)
         self.weight, self.region = embedding.weight, region
