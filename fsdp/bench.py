@@ -17,23 +17,20 @@ import copy
 import gc
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed import DeviceMesh
 from torch.distributed import fsdp as fsdp2
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from collectives import comparison, layout, rng
-from collectives.call import Call as Collective
+from collectives import comparison, counted, layout, rng
 from collectives.runtime import Runtime
 from collectives.turns import Call, Case
-from collectives.watch import Watcher, watching
 from fsdp import fully_shard, simple
 from nd_mesh import data
 from nd_mesh.config import ModelConfig
@@ -172,33 +169,11 @@ def rows(run: Runtime) -> data.Batch:
     return next(iter(data.microbatches(stream, seed=0, step=0, **deal))).to(run.device)
 
 
-class Calls(Watcher, TorchDispatchMode):
-    """Counts collectives by name: comm.py's calls, each of which is one of NCCL's, or where there are none the
-    backend's. What the ranks agree on are integers, counted apart.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.ours: Counter[str] = Counter()
-        self.theirs: Counter[str] = Counter()
-
-    def ends(self, call: Collective) -> None:
-        if call.outer is None:
-            self.ours[call.op if call.dtype.is_floating_point else "agreement"] += 1
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Sequence = (), kwargs: dict | None = None) -> Any:
-        if func.namespace == "c10d":
-            self.theirs[func.overloadpacket.__name__] += 1
-        return func(*args, **(kwargs or {}))
-
-
 def collectives(run: Runtime, way: Way, config: ModelConfig) -> Counter[str]:
     """The collectives of the third step."""
     trained, batch = way(run, Loss(config).to(run.device)), rows(run)
     steps(trained, batch, 2)
-    with watching(calls := Calls()), calls:
-        steps(trained, batch, 1)
-    return calls.ours or calls.theirs
+    return counted.collectives(partial(steps, trained, batch, 1))
 
 
 def policies(run: Runtime) -> list[str]:

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from einops import rearrange
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
@@ -90,7 +89,8 @@ class Entrance:
 
     def __init__(self, region: Region, x: Tensor):
         self.x, self.region, self.awaited = x, region, set(region.columns)
-        self.version, self.with_grad = x._version, torch.is_grad_enabled()
+        self.version, self.with_grad = _version(x), torch.is_grad_enabled()
+        self.weights: dict[nn.Parameter, Tensor] = {}
         self.whole = whole = _gathered(x.detach(), region) if region.sequence_parallel else x.detach()  # [..., T, D]
         if self.with_grad:
             self.flight = _Flight(region)
@@ -105,17 +105,15 @@ class Entrance:
 
     def admits(self, x: Tensor, column: nn.Module) -> bool:
         """Whether a call is of the forward that this is for: each column enters once, with the same x."""
-        same = x is self.x and x._version == self.version and torch.is_grad_enabled() == self.with_grad
+        unchanged = x is self.x and self.version is not None and x._version == self.version
+        same = unchanged and torch.is_grad_enabled() == self.with_grad
         return same and column in self.awaited
 
     def project(self, weight: nn.Parameter, bias: nn.Parameter | None) -> Tensor:
         """x · Wᵀ + b for this rank's rows of W: [..., T, D] → [..., T, F/tp]."""
-        if not self.with_grad:
+        if weight not in self.weights:  # without gradients, frozen, or unfrozen since
             return F.linear(self.whole, weight, bias)
-        y = F.linear(self.whole, weight.detach(), bias)
-        if weight not in self.weights:
-            return y
-        later = self.weights[weight]
+        y, later = F.linear(self.whole, weight.detach(), bias), self.weights[weight]
         if self.again:
             later = _Regather.apply(later, self.x.detach(), self.flight)
         return _Join.apply(y, later)
@@ -141,11 +139,10 @@ class _Flight:
         whole, work = self.gather
         if work is not None:
             work.wait()
-            self.gather = whole, None
+            whole = _in_order(whole)  # once for all
         self.readers -= 1
-        if not self.readers:
-            self.gather = None
-        return _in_order(whole)
+        self.gather = (whole, None) if self.readers else None
+        return whole
 
 
 class _Arrive(torch.autograd.Function):
@@ -181,9 +178,9 @@ class _Depart(torch.autograd.Function):
             return dwhole, None, None
         if region.sequence_parallel:
             dx = dwhole.new_empty(ctx.shape)  # [..., T/tp, D]
-            ordered = rearrange(dwhole.reshape(-1, *dwhole.shape[-2:]), "b (p t) d -> p b t d", p=region.group.size())
-            flat = ordered.contiguous().view(-1, *dx.shape[-1:])
-            work = comm.reduce_scatter_single(dx.view(-1, *dx.shape[-1:]), flat, group=region.group, async_op=True)
+            pieces = dwhole.unflatten(-2, (region.group.size(), dx.size(-2))).movedim(-3, 0)  # [tp, ..., T/tp, D]
+            flat = pieces.flatten(0, -2).contiguous()
+            work = comm.reduce_scatter_single(dx.flatten(0, -2), flat, group=region.group, async_op=True)
         else:
             dx = dwhole.clone(memory_format=torch.contiguous_format)  # [..., T, D]
             work = comm.all_reduce(dx, group=region.group, async_op=True)
@@ -238,6 +235,11 @@ class _Join(torch.autograd.Function):
         return dy, dy
 
 
+def _version(x: Tensor) -> int | None:
+    """How often x was changed in place; None where nobody counts, as in inference mode."""
+    return None if x.is_inference() else x._version
+
+
 def _gathered(x: Tensor, region: Region) -> Tensor:
     """[..., T/tp, D] → [..., T, D]."""
     if region.group.size() == 1:
@@ -250,7 +252,7 @@ def _gathered(x: Tensor, region: Region) -> Tensor:
 def _start_gather(x: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Handle]:
     """The pieces of all ranks, one after the other: [tp, ..., T/tp, D]."""
     whole = x.new_empty(group.size(), *x.shape)
-    work = comm.all_gather_single(whole.view(-1, *x.shape[1:]), x.contiguous(), group=group, async_op=True)
+    work = comm.all_gather_single(whole.flatten(0, 1), x.contiguous(), group=group, async_op=True)
     return whole, work
 
 
