@@ -49,7 +49,7 @@ class ModelConfig(_Strict):
     layers: int = 4
     width: int = 192  # D
     heads: int = 6  # H
-    kv_heads: int = 3
+    kv_heads: int = 2
     hidden: int = 512  # F
     dropout: float = 0.0
     tied: bool = False  # the head's matrix is the embedding's

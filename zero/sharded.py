@@ -184,8 +184,8 @@ def dealt(named: dict[str, nn.Parameter], cap: int) -> list[dict[str, nn.Paramet
     """
     names = {param: name for name, param in named.items()}
     kinds: dict[tuple, list[nn.Parameter]] = defaultdict(list)
-    for param in named.values():
-        kinds[not param.requires_grad, param.held.holders if hasattr(param, "held") else ()].append(param)
+    for param in sorted(named.values(), key=lambda param: not param.requires_grad):  # frozen ones last
+        kinds[param.requires_grad, param.held.holders if hasattr(param, "held") else ()].append(param)
     # IDEA: one flat order, last parameter first, so that buckets fill one after the other while backward goes on.
     return [{names[param]: param for param in bucket} for kind in kinds.values() for bucket in deal(kind, cap)]
 

@@ -5,10 +5,12 @@ import random
 
 import pytest
 import torch
+from torch import nn
 
-from collectives.layout import Box, flat_range
+from collectives.layout import Box, Held, flat_range
 from tests.shards import joined
 from zero.partition import Partition
+from zero.sharded import dealt
 
 
 def picture(cut):
@@ -101,3 +103,12 @@ def test_boxes_of_all_ranks_cover_every_tensor(parts):
             assert torch.equal(joined(boxes, [tensor.flatten()[piece.start : piece.stop] for piece in owned]), tensor)
     whole = [flat_range(shape, 0, torch.Size(shape).numel()) for shape in shapes[:-1]]
     assert whole == [[Box.whole(shape)] for shape in shapes[:-1]]
+
+
+def test_parameters_with_other_holders_are_dealt_apart():
+    """Copies of a norm lie on ranks whose other parameters have other sizes: beside those they would be cut elsewhere."""
+    named = {name: nn.Parameter(torch.zeros(3)) for name in "abcde"}
+    for name, holders in {"a": (0, 1), "b": (0,), "c": (0, 1), "d": (0,)}.items():
+        named[name].held = Held(name, (Box.whole((3,)),), None, False, holders=holders)
+    named["d"].requires_grad = False
+    assert [[*bucket] for bucket in dealt(named, 1000)] == [["c", "a"], ["b"], ["e"], ["d"]]
