@@ -621,5 +621,5 @@ def recomputed(run, mode, names):
 
 @pytest.mark.parametrize("names", [("",), ("attention",), ("attention", "mlp"), ("attention.q",), ("mlp.down",)])
 @EACH_MODE
-def test_recomputation(pool, mode, names):
+def test_recomputation_of_parts(pool, mode, names):
     assert pool.run(2, recomputed, mode, names) == [(True, len(names))] * 2
