@@ -63,7 +63,7 @@ def dx_stays_partial(ctx, dwhole):
 
 def dx_is_this_ranks_term(ctx, dwhole):
     """Of its own tokens."""
-    return dwhole.tensor_split(ctx.flight.region.group.size(), -2)[ctx.flight.region.group.rank()], None, None
+    return dwhole.tensor_split(ctx.flight.group.size(), -2)[ctx.flight.group.rank()], None, None
 
 
 def ranks_before_rows(whole):
