@@ -12,7 +12,7 @@ import torch
 from collectives import comm, layout, rng
 from collectives.differentiable import all_reduce_all_reduce, split_all_gather
 from collectives.p2p import Handle
-from tensor_parallel import cross_entropy, cut, embedding, linear, plan, region
+from tensor_parallel import cross_entropy, cut, embedding, entrance, linear, plan, region
 from tests.tensor_parallel.models import Shape, zero_directions
 from tests.tensor_parallel.training import MODES, Recipe, plain, trained, worst
 
@@ -63,7 +63,7 @@ def dx_stays_partial(ctx, dwhole):
 
 def dx_is_this_ranks_term(ctx, dwhole):
     """Of its own tokens."""
-    return dwhole.tensor_split(ctx.flight.region.group.size(), -2)[ctx.flight.region.group.rank()], None, None
+    return dwhole.tensor_split(ctx.flight.group.size(), -2)[ctx.flight.group.rank()], None, None
 
 
 def ranks_before_rows(whole):
@@ -74,29 +74,29 @@ def ranks_before_rows(whole):
 
 def no_second_gather():
     """What a rank gathers again is its own piece, once for each rank."""
-    true, gathering = region._start_gather, region._gathered
+    true, gathering = entrance._start_gather, entrance._gathered
 
     def start_gather(x, group):
         whole = x.new_empty(group.size(), *x.shape).copy_(x)
         return whole, Handle([])
 
     def gathered(x, of):
-        with mock.patch.object(region, "_start_gather", true):
+        with mock.patch.object(entrance, "_start_gather", true):
             return gathering(x, of)
 
-    return mock.patch.multiple(region, _start_gather=start_gather, _gathered=gathered)
+    return mock.patch.multiple(entrance, _start_gather=start_gather, _gathered=gathered)
 
 
 def one_reader_only():
     """dW of the first column alone; the others take zeros for x."""
-    true = region._Flight.wait_input
+    true = entrance._Flight.wait_input
 
     def wait_input(flight):
         whole = true(flight)
         first, flight.had_one = not hasattr(flight, "had_one"), True
         return whole if first else torch.zeros_like(whole)
 
-    return mock.patch.object(region._Flight, "wait_input", wait_input)
+    return mock.patch.object(entrance._Flight, "wait_input", wait_input)
 
 
 # -- who holds what ----------------------------------------------------------------------------------------------------
@@ -215,11 +215,13 @@ FAULTS = {  # change, ranks, mode, shape, recipe
     "the first rank's features": (
         replaced(linear, "split_all_gather", own_features_of_a_copy), 2, "tp", Shape(gathered=True), ONCE
     ),
-    "dx stays partial": (replaced(region._Depart, "backward", staticmethod(dx_stays_partial)), 2, "tp", Shape(), ONCE),
-    "dx of one rank": (
-        replaced(region._Depart, "backward", staticmethod(dx_is_this_ranks_term)), 2, "sp", Shape(), ONCE
+    "dx stays partial": (
+        replaced(entrance._Depart, "backward", staticmethod(dx_stays_partial)), 2, "tp", Shape(), ONCE
     ),
-    "ranks before rows": (replaced(region, "_in_order", ranks_before_rows), 2, "sp", Shape(), ONCE),
+    "dx of one rank": (
+        replaced(entrance._Depart, "backward", staticmethod(dx_is_this_ranks_term)), 2, "sp", Shape(), ONCE
+    ),
+    "ranks before rows": (replaced(entrance, "_in_order", ranks_before_rows), 2, "sp", Shape(), ONCE),
     "no second gather": (no_second_gather, 2, "sp", Shape(), ONCE),
     "dW of one column": (one_reader_only, 2, "sp", Shape(), ONCE),
     "a fused matrix cut as one": (replaced(plan.Column, "cut", contiguous_pieces), 2, "tp", Shape(fused=True), ONCE),

@@ -7,7 +7,8 @@ import pytest
 from collectives.demo import Demo
 from collectives.rng import dropout
 from tensor_parallel import __main__ as command
-from tensor_parallel.region import Entrance, Region
+from tensor_parallel.entrance import Entrance
+from tensor_parallel.region import Region
 
 
 def forgets_sums(params, labels):

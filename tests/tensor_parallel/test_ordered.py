@@ -11,7 +11,7 @@ import torch
 
 from collectives import comm
 from collectives.algorithms import direct
-from tensor_parallel import parallelize, region, vocab_parallel_cross_entropy
+from tensor_parallel import entrance, parallelize, vocab_parallel_cross_entropy
 from tests import ordered
 from tests.tensor_parallel import models
 from tests.tensor_parallel.models import Shape
@@ -76,7 +76,7 @@ def never_waited(ctx, dx):
 def test_a_handle_that_is_not_waited_for_shows(mode):
     with (
         written_out(),
-        mock.patch.object(region._Arrive, "backward", staticmethod(never_waited)),
+        mock.patch.object(entrance._Arrive, "backward", staticmethod(never_waited)),
         pytest.raises(ordered.Refused, match="has ended without waiting"),
     ):
         ordered.run(2, gradients, Shape(kv_heads=4), MODES[mode], Recipe())
@@ -89,13 +89,13 @@ def changed_while_it_travels(ctx, dwhole):
     return out
 
 
-true_depart = region._Depart.backward
+true_depart = entrance._Depart.backward
 
 
 def test_a_buffer_that_is_changed_in_flight_shows():
     with (
         written_out(),
-        mock.patch.object(region._Depart, "backward", staticmethod(changed_while_it_travels)),
+        mock.patch.object(entrance._Depart, "backward", staticmethod(changed_while_it_travels)),
         pytest.raises(ordered.Refused, match="changed while it was in flight"),
     ):
         ordered.run(2, gradients, Shape(kv_heads=4), {}, Recipe())

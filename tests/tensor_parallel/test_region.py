@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from collectives.differentiable import all_gather_split, split_all_gather
 from collectives.watch import Watcher, watching
 from nd_mesh.recompute import recompute
-from tensor_parallel import ColumnParallelLinear, Region, RowParallelLinear, region
+from tensor_parallel import ColumnParallelLinear, Region, RowParallelLinear, entrance
 from tests.recorder import SHORT, recording
 from tests.tensor_parallel.models import Shape
 from tests.tensor_parallel.training import MODES, cut_module, mine, near
@@ -250,7 +250,7 @@ def living(run, mode, uses, kept):
     garbage collector's help; and whether the input itself does.
     """
     layers, seen, counts = Layers().cut(run, mode), [], []
-    true = region._start_gather
+    true = entrance._start_gather
 
     def start_gather(x, group):
         whole, work = true(x, group)
@@ -263,7 +263,7 @@ def living(run, mode, uses, kept):
     gc.collect()
     gc.disable()
     try:
-        with mock.patch.object(region, "_start_gather", start_gather):
+        with mock.patch.object(entrance, "_start_gather", start_gather):
             for use in uses:
                 x = numbers(1, TOKENS // run.size, D).requires_grad_()  # a row alone is in order as it arrives
                 given = StorageWeakRef(x.untyped_storage())
