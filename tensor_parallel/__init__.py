@@ -3,7 +3,8 @@
 from tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from tensor_parallel.embedding import VocabParallelEmbedding
 from tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
-from tensor_parallel.parallelize import Column, Heads, KeyValue, Role, Row, Stream, Vocabulary, Whole, parallelize
+from tensor_parallel.parallelize import parallelize
+from tensor_parallel.plan import Column, Heads, KeyValue, Role, Row, Stream, Vocabulary, Whole
 from tensor_parallel.region import Region
 
 __all__ = [

@@ -28,9 +28,7 @@ class VocabParallelEmbedding(nn.Module):
 
     def __init__(self, embedding: nn.Embedding, region: Region):
         super().__init__()
-        for setting in ("max_norm", "padding_idx", "scale_grad_by_freq", "sparse"):
-            if (value := getattr(embedding, setting)) is not None and value is not False:  # 0 is a token
-                raise ValueError(f"an embedding with {setting} cannot be cut by its vocabulary; make it without")
+        check_settings(embedding)
         declare(embedding)
         self.weight, self.region = embedding.weight, region
         self.vocab = self.weight.held.boxes[0].shape[0]
@@ -50,6 +48,13 @@ class VocabParallelEmbedding(nn.Module):
     def extra_repr(self) -> str:
         """For `print`."""
         return f"tokens {self.rows.start} … {self.rows.stop - 1} of {self.vocab}"
+
+
+def check_settings(embedding: nn.Embedding) -> None:
+    """Raise ValueError for those that look at the whole table or batch."""
+    for setting in ("max_norm", "padding_idx", "scale_grad_by_freq", "sparse"):
+        if (value := getattr(embedding, setting)) is not None and value is not False:  # 0 is a token
+            raise ValueError(f"an embedding with {setting} cannot be cut by its vocabulary; make it without")
 
 
 def check_range(ids: Tensor, vocab: int, what: str) -> None:

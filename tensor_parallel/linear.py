@@ -95,7 +95,7 @@ class RowParallelLinear(nn.Module):
         if not self.input_is_cut:
             y = split_all_gather(y, -1, group=self.region.group)  # [..., T, F/tp]
         z = self.region.leave(F.linear(y, self.weight))
-        return z if self.bias is None else z + self.bias
+        return z if self.bias is None else z + self.bias.to(z.dtype)
 
     def extra_repr(self) -> str:
         """For `print`."""

@@ -1,81 +1,24 @@
-"""A plan: which module has which role. It turns any module into this rank's part of it.
+"""Turns any module into this rank's part of it, by a plan of names and roles (plan.py).
 
     parallelize(block, {"norm": Stream(), "up": Column(), "down": Row()}, group)
 
-A role says how a module's parameters are cut and what its gradients are sums of; the declarations of the parameters
-(collectives/layout.py) carry both from there on. Columns, and the row that comes after them in the plan, are a region:
-they share its input. Every parameter must have a role: one that is forgotten would train on a part of its gradient, and
-nothing would say so.
+Columns, and the row that comes after them in the plan, are a region: they share its input. How a parameter is cut, and
+what its gradient is a sum of, is in its declaration from there on (collectives/layout.py): reduction, norm,
+initialisation and checkpoints read it there.
 
-Shoeybi et al. 2019; Korthikanti et al. 2022. PyTorch's counterpart: parallelize_module, which leaves alone what a plan
-does not name.
+Shoeybi et al. 2019; Korthikanti et al. 2022. PyTorch's counterpart: parallelize_module.
 """
 
-import difflib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch.distributed as dist
 from torch import nn
 
-from tensor_parallel import cut
 from tensor_parallel.embedding import VocabParallelEmbedding
 from tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear, declare
+from tensor_parallel.plan import Column, Heads, KeyValue, Placed, Role, Row, Stream, Vocabulary, read
 from tensor_parallel.region import Region
-
-
-@dataclass(frozen=True)
-class Column:
-    """A linear layer whose outputs are cut. heads: of how many units, which must stay together, each matrix in it
-    consists: (8,) for queries, (8, 2, 2) for queries, keys and values in one, (F, F) for gate and up in one; (): one
-    matrix of single rows. All units have equally many rows.
-    """
-
-    heads: tuple[int, ...] = ()
-    gather_output: bool = False
-
-
-@dataclass(frozen=True)
-class KeyValue:
-    """The linear layer of keys or of values. Where tp is more than its heads, the ranks of `group` hold the same one
-    (`cut.sharers` tells which), and their gradients are summed over it.
-    """
-
-    kv_heads: int
-    heads: int  # of the queries
-    group: dist.ProcessGroup | None = None
-
-
-@dataclass(frozen=True)
-class Row:
-    """A linear layer whose inputs are cut: it ends the region of the columns before it."""
-
-    input_is_cut: bool = True
-
-
-@dataclass(frozen=True)
-class Vocabulary:
-    """An embedding, or the linear layer that makes logits, cut by tokens, evenly or not."""
-
-    gather_output: bool = False  # of logits
-
-
-@dataclass(frozen=True)
-class Stream:
-    """A module on the residual stream (a norm, a router): copies; with sequence parallelism each saw some tokens."""
-
-
-@dataclass(frozen=True)
-class Heads:
-    """A module that each rank applies to its own heads (a norm of queries): copies, each of which saw some heads."""
-
-
-@dataclass(frozen=True)
-class Whole:
-    """A module to which every rank gives all of the same: copies with the whole gradient."""
-
-
-Role = Column | KeyValue | Row | Vocabulary | Stream | Heads | Whole
 
 
 def parallelize(
@@ -93,115 +36,17 @@ def parallelize(
     and all in it. With sequence_parallel what comes into the regions and leaves them has T/tp tokens a rank; who gives
     the module its input cuts it (collectives/differentiable.py, split_all_gather; an embedding does so itself).
 
-    Raises ValueError on every rank, before anything is changed, for names that the module does not have, modules that
-    have two roles or the wrong kind, parameters without a role, sizes that do not divide, and nn.Dropout, which would
-    draw other masks for copies (collectives/rng.py has one that does not).
+    Raises ValueError on every rank, before anything is changed: for names that the module does not have; for a module
+    with two roles, of the wrong class, or with hooks, which would be lost; for a parameter without a role, or shared by
+    roles that cut it otherwise; for sizes that do not divide; for nn.Dropout, which would draw other masks for copies
+    (collectives/rng.py has one that does not).
     """
-    roles = dict(_matched(module, plan))
-    _check_all_covered(module, roles)
-    settings = {"sequence_parallel": sequence_parallel, "save_gathered": save_gathered}
-    Region(group, **settings)
-    _check_kinds(module, roles)
-    _check_sizes(module, roles, group)
+    placed = read(module, plan, group)
+    work = _Work(module, group, {"sequence_parallel": sequence_parallel, "save_gathered": save_gathered})
+    work.region()  # which refuses a mode that there is none
     declare(module)
-    work = _Work(module, group, settings)
-    for name, (place, role) in roles.items():
-        work.apply(name, place, role)
-
-
-def _matched(module: nn.Module, plan: Mapping[str, Role]) -> Iterator[tuple[str, tuple[tuple[str, ...], Role]]]:
-    """Each module that has a role, by name, with what the stars of its pattern stood for."""
-    names = [name for name, _ in module.named_modules(remove_duplicate=False) if name]
-    seen: dict[str, str] = {}
-    for pattern, role in plan.items():
-        found = [(name, place) for name in names if (place := _stars(pattern, name)) is not None]
-        if not found:
-            near = difflib.get_close_matches(pattern, names, n=1, cutoff=0.0)
-            raise ValueError(f"the plan names {pattern!r}, which the module does not have{_nearest(near)}")
-        for name, place in found:
-            if name in seen:
-                raise ValueError(f"{name} has two roles in the plan, by {seen[name]!r} and by {pattern!r}: give it one")
-            seen[name] = pattern
-            yield name, (place, role)
-
-
-def _nearest(names: list[str]) -> str:
-    return f": did you mean {names[0]!r}?" if names else ""
-
-
-def _stars(pattern: str, name: str) -> tuple[str, ...] | None:
-    wanted, parts = pattern.split("."), name.split(".")
-    if len(wanted) != len(parts) or any(a not in ("*", b) for a, b in zip(wanted, parts, strict=True)):
-        return None
-    return tuple(part for star, part in zip(wanted, parts, strict=True) if star == "*")
-
-
-def _check_all_covered(module: nn.Module, roles: Mapping[str, object]) -> None:
-    for name, part in module.named_modules():
-        if isinstance(part, nn.modules.dropout._DropoutNd) and part.p > 0:
-            raise ValueError(
-                f"{name} is {type(part).__name__}: it draws by the generator of its rank, so copies would get other "
-                f"masks; use collectives.rng.dropout, which draws by index"
-            )
-        owners = [given for given in roles if name == given or name.startswith(f"{given}.")]
-        if len(owners) > 1:
-            raise ValueError(
-                f"{owners[-1]} has two roles, its own and that of {owners[0]}, which it is in: give it one"
-            )
-        if not owners and (own := [param for param, _ in part.named_parameters(recurse=False)]):
-            missing = f"{name}.{own[0]}" if name else own[0]
-            raise ValueError(f"{missing} has no role: name its module in the plan; Stream() or Whole() leave it whole")
-
-
-def _check_kinds(module: nn.Module, roles: Mapping[str, tuple[object, Role]]) -> None:
-    kinds = {Column: nn.Linear, KeyValue: nn.Linear, Row: nn.Linear, Vocabulary: (nn.Linear, nn.Embedding)}
-    for name, (_, role) in roles.items():
-        kind, part = kinds.get(type(role), nn.Module), module.get_submodule(name)
-        if not isinstance(part, kind):
-            raise ValueError(f"{name} is {type(part).__name__}, which cannot have the role {type(role).__name__}")
-
-
-def _check_sizes(module: nn.Module, roles: Mapping[str, tuple[object, Role]], group: dist.ProcessGroup) -> None:
-    for name, (_, role) in roles.items():
-        part = module.get_submodule(name)
-        try:
-            if isinstance(role, Column | KeyValue):
-                pieces_of(role, part.out_features, group.size())
-            elif isinstance(role, Row):
-                cut.even(part.in_features, group.size(), what="input features")
-            elif isinstance(role, Vocabulary):
-                cut.nearly_even(len(part.weight), group.size(), what="tokens of a vocabulary")
-        except ValueError as error:
-            raise ValueError(f"{name}: {error}") from error
-        _check_sharers(name, role, group)
-
-
-def _check_sharers(name: str, role: Role, group: dist.ProcessGroup) -> None:
-    if isinstance(role, KeyValue) and group.size() > role.kv_heads:
-        ranks = dist.get_process_group_ranks(group)
-        [mine] = [run for run in cut.sharers(ranks, role.kv_heads) if dist.get_rank() in run]
-        if role.group is None or tuple(dist.get_process_group_ranks(role.group)) != mine:
-            raise ValueError(
-                f"{name}: tp={group.size()} is more than {role.kv_heads} key and value heads, of which ranks "
-                f"{list(mine)} hold the same: give KeyValue their group, which all ranks make (cut.sharers)"
-            )
-
-
-def pieces_of(role: Column | KeyValue, rows: int, ranks: int) -> list[list[range]]:
-    """Of each matrix in a layer with so many rows, the rows that each rank holds."""
-    if isinstance(role, KeyValue):
-        return [cut.shared(rows, ranks, units=role.kv_heads, heads=role.heads)]
-    if not role.heads:
-        return [cut.even(rows, ranks, what="output features")]
-    if rows % sum(role.heads):
-        raise ValueError(f"{rows} rows are not {' + '.join(map(str, role.heads))} heads of equal size")
-    size, first, pieces = rows // sum(role.heads), 0, []
-    for heads in role.heads:
-        # IDEA: each matrix in a fused one is cut by itself: a rank's queries keep their own keys and values.
-        piece = cut.even(heads * size, ranks, units=heads, what="heads")
-        pieces.append([range(first + rows.start, first + rows.stop) for rows in piece])
-        first += heads * size
-    return pieces
+    for each in placed:
+        work.apply(each)
 
 
 @dataclass
@@ -213,37 +58,41 @@ class _Work:
     settings: Mapping[str, bool]
     regions: dict[tuple[str, ...], Region] = field(default_factory=dict)  # begun by columns, by the place of the stars
 
-    def apply(self, name: str, place: tuple[str, ...], role: Role) -> None:
-        part = self.module.get_submodule(name)
+    def region(self) -> Region:
+        return Region(self.group, **self.settings)
+
+    def apply(self, each: Placed) -> None:
+        _, part, role, place, pieces = each
         match role:
             case Column():
-                pieces = pieces_of(role, part.out_features, self.group.size())
-                new = ColumnParallelLinear(part, self._region(place), pieces=pieces, gather_output=role.gather_output)
+                # IDEA: columns share the region that the next row of their layer closes: one input, one output.
+                region = self.regions.setdefault(place, self.region())
+                new = ColumnParallelLinear(part, region, pieces=pieces[1], gather_output=role.gather_output)
             case KeyValue():
-                pieces = pieces_of(role, part.out_features, self.group.size())
-                new = ColumnParallelLinear(part, self._region(place), pieces=pieces)
+                new = ColumnParallelLinear(part, self.regions.setdefault(place, self.region()), pieces=pieces[1])
                 if self.group.size() > role.kv_heads:
-                    for param in new.parameters():
-                        param.held.sums["kv"] = role.group
+                    add_sum(new, "kv", role.group)
             case Row():
-                region = self._region(place)
-                del self.regions[place]
-                new = RowParallelLinear(part, region, input_is_cut=role.input_is_cut)
+                new = RowParallelLinear(part, self.regions.pop(place, self.region()), input_is_cut=role.input_is_cut)
             case Vocabulary() if isinstance(part, nn.Embedding):
-                new = VocabParallelEmbedding(part, Region(self.group, **self.settings))
+                new = VocabParallelEmbedding(part, self.region())
             case Vocabulary():
-                region = Region(self.group, **self.settings)
-                rows = cut.nearly_even(part.out_features, self.group.size())
-                new = ColumnParallelLinear(part, region, pieces=[rows], gather_output=role.gather_output)
-            case Stream() | Heads() | Whole():
+                new = ColumnParallelLinear(part, self.region(), pieces=pieces[1], gather_output=role.gather_output)
+            case _:
                 if isinstance(role, Heads) or (isinstance(role, Stream) and self.settings["sequence_parallel"]):
-                    for param in part.parameters():
-                        param.held.sums["tp"] = self.group
+                    add_sum(part, "tp", self.group)
                 return
-        parent, _, child = name.rpartition(".")
-        setattr(self.module.get_submodule(parent), child, new)
+        self._replace(part, new)
 
-    def _region(self, place: tuple[str, ...]) -> Region:
-        if place not in self.regions:
-            self.regions[place] = Region(self.group, **self.settings)
-        return self.regions[place]
+    def _replace(self, part: nn.Module, new: nn.Module) -> None:
+        """Wherever it is: a module may have several names."""
+        for parent in list(self.module.modules()):
+            for name, child in list(parent._modules.items()):
+                if child is part:
+                    setattr(parent, name, new)
+
+
+def add_sum(module: nn.Module, label: str, group: dist.ProcessGroup) -> None:
+    """Declare that gradients of a module's parameters are terms of a sum over a group."""
+    for param in module.parameters():
+        param.held.sums[label] = group

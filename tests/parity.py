@@ -63,7 +63,7 @@ WHERE = {
     "cap": (25 << 20, 1000),
     "reshard": (True, False),
     "prefetch": (1, 0, 2),
-    "recompute": ((), ("block",), ("attend", "ffn")),
+    "recompute": ((), ("block",), ("attend", "ffn"), ("k", "ffn")),
     "microbatches": (1, 3),
 }
 # What is computed.

@@ -204,6 +204,95 @@ def test_a_flat_range_of_several_boxes_is_not_cut_as_rows():
         layout.cut(param, 0, 0, 3)
 
 
+def numbered(shape):
+    """A declared parameter whose values are its own row-major indices."""
+    param = nn.Parameter(arange(shape).double())
+    param.held = Held("w", (Box.whole(shape),), Normal(1.0), decay=True, copies=2, copy=1, holders=(0, 1))
+    return param
+
+
+def test_pieces_are_cut_one_after_the_other():
+    #  rows 0 … 7 of queries, 8 and 9 of keys, 10 and 11 of values; rank 1 of 2 holds 4 5 6 7 | 9 | b
+    param = numbered((12, 3))
+    storage = param.data_ptr()
+    layout.cut_pieces(param, 0, [range(4, 8), range(9, 10), range(11, 12)])
+    assert param[:, 0].tolist() == [12, 15, 18, 21, 27, 33]
+    assert param.held.boxes == (
+        Box((12, 3), (4, 0), (4, 3)),
+        Box((12, 3), (9, 0), (1, 3)),
+        Box((12, 3), (11, 0), (1, 3)),
+    )
+    assert (param.held.copies, param.held.copy, param.held.holders) == (None, None, ())
+    assert isinstance(param, nn.Parameter) and param.is_contiguous() and param.data_ptr() != storage
+    assert param.untyped_storage().nbytes() == 6 * 3 * 8  # nothing of the rest lives on
+
+
+def test_one_piece_is_a_cut_of_any_dim():
+    for dim, expected in ((0, [[4, 5, 6, 7]]), (1, [[1], [5], [9]])):
+        param = numbered((3, 4))
+        layout.cut_pieces(param, dim, [range(1, 2)])
+        assert param.tolist() == expected
+        assert param.is_contiguous() and param.untyped_storage().nbytes() == 8 * param.numel()
+        [box] = param.held.boxes
+        assert box == Box.whole((3, 4)).cut(dim, 1, 1)
+
+
+def test_a_vector_and_an_empty_piece():
+    bias = numbered((6,))
+    layout.cut_pieces(bias, 0, [range(1, 3), range(5, 6)])
+    assert bias.tolist() == [1, 2, 5]
+    empty = numbered((6, 2))
+    layout.cut_pieces(empty, 0, [range(2, 2)])
+    assert (empty.shape, empty.held.boxes) == ((0, 2), (Box((6, 2), (2, 0), (0, 2)),))
+
+
+def test_the_whole_as_one_piece_stays():
+    param = numbered((4, 2))
+    data, held = param.data_ptr(), param.held
+    layout.cut_pieces(param, 0, [range(4)])
+    assert (param.data_ptr(), param.held) == (data, held)
+
+
+def test_pieces_of_a_parameter_on_the_meta_device():
+    param = declared((12, 3), [Box.whole((12, 3))])
+    layout.cut_pieces(param, 0, [range(2), range(6, 8)])
+    assert param.is_meta and param.shape == (4, 3)
+    assert [box.offset for box in param.held.boxes] == [(0, 0), (6, 0)]
+
+
+def test_a_shared_parameter_is_cut_once():
+    """By the second module that has it, to the same; to anything else it cannot be."""
+    model = Tied()
+    layout.declare(model, lambda name: Normal(1.0), lambda name: True)
+    layout.cut_pieces(model.embed.weight, 0, [range(2, 4)])
+    layout.cut_pieces(model.head.weight, 0, [range(2, 4)])
+    assert model.head.weight is model.embed.weight
+    assert model.head.weight.shape == (2, 4)
+    held = model.head.weight.held
+    with pytest.raises(ValueError, match=r"embed\.weight is cut already, to .* and cannot be cut to"):
+        layout.cut_pieces(model.head.weight, 0, [range(2)])
+    with pytest.raises(ValueError, match=r"embed\.weight is cut already"):
+        layout.cut_pieces(model.head.weight, 1, [range(2)])
+    assert (model.head.weight.shape, model.head.weight.held) == ((2, 4), held)
+
+
+def test_a_piece_can_be_cut_again():
+    """As data parallelism does, along the rows of all pieces."""
+    param = numbered((12, 3))
+    layout.cut_pieces(param, 0, [range(4, 8), range(9, 10), range(11, 12)])
+    layout.cut(param, 0, 3, 2)
+    assert param[:, 0].tolist() == [21, 27]
+    assert param.held.boxes == (Box((12, 3), (7, 0), (1, 3)), Box((12, 3), (9, 0), (1, 3)))
+
+
+@pytest.mark.parametrize("pieces", [[range(3, 5)], [range(-1, 1)], [range(2), range(3, 5)]])
+def test_a_piece_beyond_the_tensor_is_refused(pieces):
+    param = numbered((4, 2))
+    with pytest.raises(ValueError, match="cannot cut"):
+        layout.cut_pieces(param, 0, pieces)
+    assert (param.shape, param.held.boxes) == ((4, 2), (Box.whole((4, 2)),))
+
+
 @pytest.mark.parametrize("trained", [True, False])
 def test_materialize_keeps_all_but_the_device(trained):
     model = Tied().requires_grad_(trained)

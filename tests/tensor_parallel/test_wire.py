@@ -1,4 +1,4 @@
-"""What a layer sends, forward and backward: the sequence of its collectives, the formula's bytes, those of the sockets."""
+"""What a layer sends, forward and backward: the sequence of its collectives, the bytes of formula and sockets."""
 
 import pytest
 import torch

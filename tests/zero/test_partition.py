@@ -106,7 +106,7 @@ def test_boxes_of_all_ranks_cover_every_tensor(parts):
 
 
 def test_parameters_with_other_holders_are_dealt_apart():
-    """Copies of a norm lie on ranks whose other parameters have other sizes: beside those they would be cut elsewhere."""
+    """Copies of a norm lie on ranks with other parameters of other sizes: among those they would be cut elsewhere."""
     named = {name: nn.Parameter(torch.zeros(3)) for name in "abcde"}
     for name, holders in {"a": (0, 1), "b": (0,), "c": (0, 1), "d": (0,)}.items():
         named[name].held = Held(name, (Box.whole((3,)),), None, False, holders=holders)
