@@ -39,7 +39,7 @@ def vocab_parallel_cross_entropy(
         need = f"{list(labels.shape)} labels and {len(rows)} of {vocab} logits for each"
         raise ValueError(f"logits {list(logits.shape)}: rank {group.rank()} of tp={group.size()} has {need}")
     check_range(labels[labels != ignore_index], vocab, "label")
-    labelled = labels.masked_fill(labels == ignore_index, NONE).reshape(-1)
+    labelled = labels.long().masked_fill(labels == ignore_index, NONE).reshape(-1)
     return _CrossEntropy.apply(logits.reshape(-1, len(rows)), labelled, rows, group).view(labels.shape)
 
 
@@ -67,6 +67,6 @@ class _CrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor, None, None, None]:
         softmax, local, mine, ignored = ctx.saved_tensors
         dloss = dloss.masked_fill(ignored, 0).unsqueeze(1)
-        dlogits = softmax * dloss
+        dlogits = (softmax * dloss).masked_fill_(ignored.unsqueeze(1), 0)  # what is padded may be NaN
         dlogits.scatter_add_(1, local, -dloss * mine.unsqueeze(1))
         return dlogits.to(ctx.dtype), None, None, None

@@ -14,7 +14,7 @@ No node has both a weight and a collective: a backward in two halves, for the in
 pipelines have it, runs none twice. Megatron-LM's counterpart: LinearWithGradAccumulationAndAsyncCommunication.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ from collectives.p2p import Handle
 class Entrance:
     """One input of a region: gathered if it must be, and the half of backward that the columns share.
 
-    columns: the layers that may still come. What they need alone goes when all have.
+    columns: the layers that may still come. forget: called when backward has passed, after which none comes.
     """
 
     def __init__(
@@ -39,42 +39,44 @@ class Entrance:
         columns: Sequence[nn.Module],
         group: dist.ProcessGroup,
         *,
+        forget: Callable[[], object],
         sequence_parallel: bool,
         save_gathered: bool,
     ):
+        if sequence_parallel:
+            check_has_tokens(x)
         self.x, self.awaited = x, set(columns)
-        self.version, self.with_grad = _version(x), torch.is_grad_enabled()
-        self.weights: dict[nn.Parameter, Tensor] = {}
+        self.version, self.needs_grad = _version(x), (torch.is_grad_enabled(), x.requires_grad)
+        self.later: dict[nn.Module, Tensor] = {}
         self.whole = whole = _gathered(x.detach(), group) if sequence_parallel else x.detach()  # [..., T, D]
-        if self.with_grad:
-            self.flight = _Flight(group, sequence_parallel, again=sequence_parallel and not save_gathered)
+        if torch.is_grad_enabled():
+            self.flight = _Flight(group, sequence_parallel, forget, again=sequence_parallel and not save_gathered)
             self.kept = x.detach() if self.flight.again else whole
             arrived = _Arrive.apply(x, self.flight)
-            weights = [column.weight for column in columns if column.weight.requires_grad]
-            shape = whole.shape[:-1]
+            trained, shape = [column for column in columns if column.weight.requires_grad], whole.shape[:-1]
             # IDEA: what is made first is run last: dW waits until dx is on its way.
-            self.weights = {weight: _Weight.apply(weight, shape, self.flight) for weight in weights}
+            self.later = {column: _Weight.apply(column.weight, shape, self.flight) for column in trained}
             self.whole = _Depart.apply(arrived, whole, self.flight)
 
     def admits(self, x: Tensor, column: nn.Module) -> bool:
         """Whether a call is of the forward that this is for: each column enters once, with the same x."""
         unchanged = x is self.x and self.version is not None and x._version == self.version
-        same = unchanged and torch.is_grad_enabled() == self.with_grad
+        same = unchanged and (torch.is_grad_enabled(), x.requires_grad) == self.needs_grad
         return same and column in self.awaited
 
-    def project(self, weight: nn.Parameter, bias: nn.Parameter | None) -> Tensor:
+    def project(self, column: nn.Module) -> Tensor:
         """x · Wᵀ + b for this rank's rows of W: [..., T, D] → [..., T, F/tp]."""
-        if weight not in self.weights:  # without gradients, frozen, or unfrozen since
-            return F.linear(self.whole, weight, bias)
-        y, later = F.linear(self.whole, weight.detach(), bias), self.weights[weight]
-        return _Join.apply(y, _Keep.apply(later, self.kept, self.flight))
+        if column not in self.later:  # without gradients, frozen, or unfrozen since
+            return F.linear(self.whole, column.weight, column.bias)
+        y = F.linear(self.whole, column.weight.detach(), column.bias)
+        return _Join.apply(y, _Keep.apply(self.later[column], self.kept, self.flight))
 
 
 class _Flight:
     """What is under way in the backward of one entrance."""
 
-    def __init__(self, group: dist.ProcessGroup, sequence_parallel: bool, *, again: bool):
-        self.group, self.sequence_parallel = group, sequence_parallel
+    def __init__(self, group: dist.ProcessGroup, sequence_parallel: bool, forget: Callable[[], object], *, again: bool):
+        self.group, self.sequence_parallel, self.forget = group, sequence_parallel, forget
         self.again = again and group.size() > 1  # whether x is gathered once more
         self.reduction: Handle | None = None
         self.input: tuple[Tensor, Handle | None] | None = None
@@ -111,6 +113,7 @@ class _Arrive(torch.autograd.Function):
         if ctx.flight.reduction is not None:
             ctx.flight.reduction.wait()
             ctx.flight.reduction = None
+        ctx.flight.forget()  # a column that has run again alone in this backward has left its input behind
         return dx, None
 
 
@@ -129,7 +132,7 @@ class _Depart(torch.autograd.Function):
         if group.size() == 1:
             return dwhole, None, None
         if ctx.flight.sequence_parallel:
-            dx = dwhole.new_empty(ctx.shape)  # [..., T/tp, D]
+            dx = dwhole.new_zeros(ctx.shape)  # [..., T/tp, D]; no NaN, which detect_anomaly would see on its way
             pieces = dwhole.unflatten(-2, (group.size(), dx.size(-2))).movedim(-3, 0)  # [tp, ..., T/tp, D]
             flat = pieces.flatten(0, -2).contiguous()
             work = comm.reduce_scatter_single(dx.flatten(0, -2), flat, group=group, async_op=True)
@@ -183,6 +186,12 @@ class _Join(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
         return dy, dy
+
+
+def check_has_tokens(x: Tensor) -> None:
+    """Raise ValueError on every rank, before anything is sent, for a tensor that is not [..., T, D]."""
+    if x.dim() < 2:
+        raise ValueError(f"sequence parallelism: x of shape {list(x.shape)} has no tokens: give it as [..., T, D]")
 
 
 def _version(x: Tensor) -> int | None:

@@ -45,7 +45,7 @@ class ColumnParallelLinear(nn.Module):
         declare(linear)
         whole = linear.weight.held.boxes[0].shape
         self.pieces = pieces or [even(whole[0], ranks, what="output features")]
-        self.region, self.gather_output = region, gather_output
+        self.region, self.gather_output, self.inputs = region, gather_output, whole[1]
         self.weight, self.bias = linear.weight, linear.bias
         for param in (self.weight, *([] if self.bias is None else [self.bias])):
             # IDEA: whole outputs of its own on every rank: rows of W and of b, and nothing to add up.
@@ -54,7 +54,9 @@ class ColumnParallelLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """What `Region.enter` takes → [..., T, F/tp], or with gather_output [..., T, F]."""
-        y = self.region.enter(x, self).project(self.weight, self.bias)
+        if x.size(-1) != self.inputs:
+            raise ValueError(f"x of shape {list(x.shape)} has not the {self.inputs} input features of {self}")
+        y = self.region.enter(x, self).project(self)
         return self.gather(y) if self.gather_output else y
 
     def gather(self, y: Tensor) -> Tensor:

@@ -82,7 +82,7 @@ class _Work:
                 if isinstance(role, Heads) or (isinstance(role, Stream) and self.settings["sequence_parallel"]):
                     add_sum(part, "tp", self.group)
                 return
-        self._replace(part, new)
+        self._replace(part, new.train(part.training))
 
     def _replace(self, part: nn.Module, new: nn.Module) -> None:
         """Wherever it is: a module may have several names."""

@@ -17,6 +17,7 @@ from typing import ClassVar, NamedTuple
 import torch.distributed as dist
 from torch import nn
 
+from collectives.layout import Box
 from tensor_parallel import cut
 from tensor_parallel.embedding import check_settings
 
@@ -45,6 +46,10 @@ class Column(Role):
     heads: tuple[int, ...] = ()
     gather_output: bool = False
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.heads, tuple) or not all(_positive(heads) for heads in self.heads):
+            raise ValueError(f"Column(heads={self.heads!r}): give a number for each matrix in the layer, as (8,)")
+
     def cut(self, part: nn.Module, ranks: int) -> tuple[int, Pieces]:
         """Rows, matrix by matrix."""
         rows = part.out_features
@@ -71,6 +76,12 @@ class KeyValue(Role):
     kv_heads: int
     heads: int  # of the queries
     group: dist.ProcessGroup | None = None
+
+    def __post_init__(self) -> None:
+        if not _positive(self.kv_heads) or not _positive(self.heads):
+            raise ValueError(
+                f"KeyValue(kv_heads={self.kv_heads!r}, heads={self.heads!r}): both must be positive numbers"
+            )
 
     def cut(self, part: nn.Module, ranks: int) -> tuple[int, Pieces]:
         """Rows, the same ones on the ranks that share them."""
@@ -144,6 +155,8 @@ class Placed(NamedTuple):
 
 def read(module: nn.Module, plan: Mapping[str, Role], group: dist.ProcessGroup) -> list[Placed]:
     """The modules that a plan names, in its order. Raises ValueError for whatever `parallelize` refuses."""
+    if group is None:
+        raise ValueError("this rank is no member of the group; let only members call it")
     matched = list(_matched(module, plan))
     _check_all_covered(module, matched)
     placed = []
@@ -160,6 +173,8 @@ def _matched(module: nn.Module, plan: Mapping[str, Role]) -> Iterator[Placed]:
     parts = {name: part for name, part in module.named_modules(remove_duplicate=False) if name}
     roles: dict[nn.Module, tuple[str, Role, str]] = {}
     for pattern, role in plan.items():
+        if not isinstance(role, Role) or type(role) is Role:
+            raise ValueError(f"the plan gives {pattern!r} the role {role!r}: give one of plan.py, as Row()")
         found = [(name, place) for name in parts if (place := _stars(pattern, name)) is not None]
         if not found:
             near = difflib.get_close_matches(pattern, parts, n=1, cutoff=0.0)
@@ -171,6 +186,10 @@ def _matched(module: nn.Module, plan: Mapping[str, Role]) -> Iterator[Placed]:
                 yield Placed(name, parts[name], role, place)
             elif other == name or before != role:  # the same module may have other names
                 raise ValueError(f"{name} has two roles, {before} by {by!r} and {role} by {pattern!r}: give it one")
+
+
+def _positive(number: object) -> bool:
+    return isinstance(number, int) and number > 0
 
 
 def _stars(pattern: str, name: str) -> tuple[str, ...] | None:
@@ -217,9 +236,25 @@ def _checked(part: nn.Module, role: Role, group: dist.ProcessGroup) -> tuple[int
     kind = type(role).__name__
     if role.kinds and type(part) not in role.kinds:  # a subclass has a forward of its own
         raise ValueError(f"a {type(part).__name__} cannot have the role {kind}")
-    if role.kinds and any(getattr(part, hooks) for hooks in HOOKS):
-        raise ValueError(f"it has hooks, which would be lost, since {kind} replaces it: register them afterwards")
+    if role.kinds:
+        _check_replaceable(part, kind)
     pieces = role.cut(part, group.size())
     if isinstance(role, KeyValue):
         role.check_group(group)
     return pieces
+
+
+def _check_replaceable(part: nn.Module, kind: str) -> None:
+    """Raise ValueError for what would be lost with a module, or would not be cut with its parameters."""
+    if "forward" in vars(part) or any(getattr(part, hooks) for hooks in HOOKS):
+        raise ValueError(
+            f"its hooks, or its own forward, would be lost, since {kind} replaces it: give it them afterwards"
+        )
+    for name, param in part.named_parameters():
+        held = getattr(param, "held", None)
+        if held is not None and held.boxes != (Box.whole(held.boxes[0].shape),):
+            raise ValueError(
+                f"its {name} has been cut before; tensor parallelism comes before what cuts flat or in shards"
+            )
+        if param.grad is not None:
+            raise ValueError(f"its {name} has a gradient, of its whole shape: zero_grad(set_to_none=True) comes first")

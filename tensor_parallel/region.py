@@ -16,7 +16,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from collectives.differentiable import all_reduce_identity, reduce_scatter_all_gather
-from tensor_parallel.entrance import Entrance
+from collectives.hooks import called
+from tensor_parallel.entrance import Entrance, check_has_tokens
 
 
 class Region:
@@ -29,6 +30,8 @@ class Region:
     """
 
     def __init__(self, group: dist.ProcessGroup, *, sequence_parallel: bool = False, save_gathered: bool = False):
+        if group is None:
+            raise ValueError("this rank is no member of the group; let only members call it")
         if save_gathered and not sequence_parallel:
             raise ValueError("save_gathered=True is a mode of sequence_parallel=True: without it nothing is gathered")
         self.group, self.sequence_parallel, self.save_gathered = group, sequence_parallel, save_gathered
@@ -42,20 +45,25 @@ class Region:
         # IDEA: layers that are called with one tensor share its collectives, so a region sends once, not once a matrix.
         if self._entrance is None or not self._entrance.admits(x, column):
             modes = {"sequence_parallel": self.sequence_parallel, "save_gathered": self.save_gathered}
-            self._entrance = Entrance(x, self.columns, self.group, **modes)
+            self._entrance = Entrance(x, self.columns, self.group, forget=called(self._forget), **modes)
         entrance = self._entrance
         entrance.awaited.discard(column)
         if not entrance.awaited:
-            self._entrance = None  # all have entered: what only they need goes
+            self._forget()  # all have entered: what only they need goes
         return entrance
+
+    def _forget(self) -> None:
+        self._entrance = None
 
     def leave(self, y: Tensor) -> Tensor:
         """y [..., T, D] {+tp} → the sum, whole on every rank, or with sequence parallelism this rank's tokens of it.
 
         Raises ValueError on every rank where the tokens do not divide.
         """
+        self._forget()
         if not self.sequence_parallel:
             return all_reduce_identity(y, group=self.group)  # [..., T, D]
+        check_has_tokens(y)
         ranks, tokens = self.group.size(), y.size(-2)
         if tokens % ranks:
             padded = -(-tokens // ranks) * ranks
