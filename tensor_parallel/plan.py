@@ -246,10 +246,10 @@ def _checked(part: nn.Module, role: Role, group: dist.ProcessGroup) -> tuple[int
 
 def _check_replaceable(part: nn.Module, kind: str) -> None:
     """Raise ValueError for what would be lost with a module, or would not be cut with its parameters."""
-    if "forward" in vars(part) or any(getattr(part, hooks) for hooks in HOOKS):
-        raise ValueError(
-            f"its hooks, or its own forward, would be lost, since {kind} replaces it: give it them afterwards"
-        )
+    if any(getattr(part, hooks) for hooks in HOOKS):
+        raise ValueError(f"it has hooks, which would be lost, since {kind} replaces it: register them afterwards")
+    if "forward" in vars(part):
+        raise ValueError(f"it has a forward of its own, which would be lost, since {kind} replaces it")
     for name, param in part.named_parameters():
         held = getattr(param, "held", None)
         if held is not None and held.boxes != (Box.whole(held.boxes[0].shape),):
