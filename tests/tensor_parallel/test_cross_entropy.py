@@ -2,13 +2,22 @@
 and of the head's weight. T67.
 """
 
+from unittest import mock
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from collectives import layout
-from tensor_parallel import ColumnParallelLinear, Region, VocabParallelEmbedding, vocab_parallel_cross_entropy
+from tensor_parallel import (
+    ColumnParallelLinear,
+    Region,
+    VocabParallelEmbedding,
+    cross_entropy,
+    vocab_parallel_cross_entropy,
+)
 from tensor_parallel.cut import nearly_even
 from tests.recorder import recording
 from tests.tensor_parallel.training import near
@@ -149,6 +158,29 @@ def test_t67_gradients_of_the_hidden_state_and_of_the_head(pool, vocab, ranks, s
     dx, dw = zip(*pool.run(ranks, head, (hidden, weight, labels, factors), settings), strict=True)
     assert near(torch.cat(dw), w.grad) <= 1
     assert near(torch.cat(dx, 1), x.grad) <= 1 if settings else all(near(each, x.grad) <= 1 for each in dx)
+
+
+class Sizes(TorchDispatchMode):
+    """Finds operations whose result's size is in the data: a GPU's queue must run empty before the next one."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        masks = args[1] if func._overloadpacket == torch.ops.aten.index else ()
+        assert not any(mask is not None and mask.dtype == torch.bool for mask in masks), func
+        assert func._overloadpacket not in (torch.ops.aten.nonzero, torch.ops.aten._local_scalar_dense), func
+        return func(*args, **(kwargs or {}))
+
+
+def without_a_look(run, labels):
+    """A loss, where tensors are not on the CPU: nobody looks at labels."""
+    logits = random(3, 6, 12 // run.size).requires_grad_()
+    with mock.patch.object(cross_entropy, "check_range"), Sizes():
+        losses = vocab_parallel_cross_entropy(logits, labels, 12, group=run.world)
+        losses.sum().backward()
+    return losses.shape
+
+
+def test_a_loss_does_not_wait_for_the_numbers(pool):
+    assert pool.run(1, without_a_look, LABELS) == [LABELS.shape]
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------
