@@ -44,16 +44,16 @@ class Entrance:
     ):
         self.x, self.awaited = x, set(columns)
         self.version, self.with_grad = _version(x), torch.is_grad_enabled()
-        self.weights: dict[nn.Parameter, Tensor] = {}
+        self.weights: dict[nn.Module, Tensor] = {}  # the stand-ins for the products
         self.whole = whole = _gathered(x.detach(), group) if sequence_parallel else x.detach()  # [..., T, D]
         if self.with_grad:
             self.flight = _Flight(group, sequence_parallel, again=sequence_parallel and not save_gathered)
             self.kept = x.detach() if self.flight.again else whole
             arrived = _Arrive.apply(x, self.flight)
-            weights = [column.weight for column in columns if column.weight.requires_grad]
+            trained = [column for column in columns if column.weight.requires_grad]
             shape = whole.shape[:-1]
             # IDEA: what is made first is run last: dW waits until dx is on its way.
-            self.weights = {weight: _Weight.apply(weight, shape, self.flight) for weight in weights}
+            self.weights = {column: _Weight.apply(column.weight, shape, self.flight) for column in trained}
             self.whole = _Depart.apply(arrived, whole, self.flight)
 
     def admits(self, x: Tensor, column: nn.Module) -> bool:
@@ -62,11 +62,11 @@ class Entrance:
         same = unchanged and torch.is_grad_enabled() == self.with_grad
         return same and column in self.awaited
 
-    def project(self, weight: nn.Parameter, bias: nn.Parameter | None) -> Tensor:
+    def project(self, column: nn.Module) -> Tensor:
         """x · Wᵀ + b for this rank's rows of W: [..., T, D] → [..., T, F/tp]."""
-        if weight not in self.weights:  # without gradients, frozen, or unfrozen since
-            return F.linear(self.whole, weight, bias)
-        y, later = F.linear(self.whole, weight.detach(), bias), self.weights[weight]
+        if column not in self.weights:  # without gradients, frozen, or unfrozen since
+            return F.linear(self.whole, column.weight, column.bias)
+        y, later = F.linear(self.whole, column.weight.detach(), column.bias), self.weights[column]
         return _Join.apply(y, _Keep.apply(later, self.kept, self.flight))
 
 

@@ -54,7 +54,7 @@ class ColumnParallelLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """What `Region.enter` takes → [..., T, F/tp], or with gather_output [..., T, F]."""
-        y = self.region.enter(x, self).project(self.weight, self.bias)
+        y = self.region.enter(x, self).project(self)
         return self.gather(y) if self.gather_output else y
 
     def gather(self, y: Tensor) -> Tensor:
