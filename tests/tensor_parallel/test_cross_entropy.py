@@ -97,6 +97,23 @@ def test_t67_all_ignored_is_zero_and_no_nan(pool, ranks):
         assert not losses.any() and not grad.any()
 
 
+def test_what_becomes_of_an_ignored_loss_does_not_matter(pool):
+    """Also a mean over no token at all: 0/0 backward is a gradient of inf or NaN for each loss."""
+    logits, labels = random(1, 3, 12), torch.tensor([[IGNORED, 4, IGNORED]])
+    factors = torch.tensor([[torch.inf, 1.0, torch.nan]], dtype=torch.float64)
+    results = pool.run(2, ours, logits, labels, factors, {})
+    expected = torchs(logits, labels, torch.tensor([[0.0, 1.0, 0.0]], dtype=torch.float64))
+    judged(results, expected, labels == IGNORED)
+
+
+def test_tokens_that_cannot_be(pool):
+    """A logit of -inf on every rank, where it looks in place of a label that it does not have, and elsewhere."""
+    logits, factors = random(2, 4, 12), random(2, 4, seed=1)
+    logits[..., [0, 3, 6, 11]] = -torch.inf
+    labels = torch.tensor([[1, 2, 4, 5], [7, 8, 9, 10]])
+    judged(pool.run(2, ours, logits, labels, factors, {}), torchs(logits, labels, factors), labels == IGNORED)
+
+
 @pytest.mark.parametrize("ignore_index", [0, 7, -1])
 def test_another_label_is_ignored(pool, ignore_index):
     """Also one that a rank has in its vocabulary."""
