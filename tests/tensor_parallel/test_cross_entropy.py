@@ -177,6 +177,18 @@ def test_t67_gradients_of_the_hidden_state_and_of_the_head(pool, vocab, ranks, s
     assert near(torch.cat(dx, 1), x.grad) <= 1 if settings else all(near(each, x.grad) <= 1 for each in dx)
 
 
+def again(run):
+    """Whether a second backward through a graph that was kept gives the same bits."""
+    logits = random(3, 6, 6, seed=run.rank).requires_grad_()
+    losses = vocab_parallel_cross_entropy(logits, LABELS, 12, group=run.world).sum()
+    [first], [second] = (torch.autograd.grad(losses, [logits], retain_graph=True) for _ in "12")
+    return torch.equal(first, second)
+
+
+def test_a_second_backward_through_a_graph_that_is_kept(pool):
+    assert pool.run(2, again) == [True] * 2
+
+
 class Sizes(TorchDispatchMode):
     """Finds operations whose result's size is in the data: a GPU's queue must run empty before the next one."""
 
