@@ -46,6 +46,6 @@ def _sum(params: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
     # IDEA: what a declaration calls a partial sum is summed, whatever made it one.
     comm.all_reduce(flat, group=group, ordered=True)
     *sums, used = flat.split([*(grad.numel() for grad in grads), len(params)])
-    for param, grad, total, anywhere in zip(params, grads, sums, used.tolist(), strict=True):
-        if anywhere:
+    for param, grad, total, anywhere in zip(params, grads, sums, used, strict=True):
+        if param.grad is not None or anywhere:  # to look at a number is to wait for the GPU
             param.grad = grad.copy_(total.view_as(grad))

@@ -38,8 +38,9 @@ def vocab_parallel_cross_entropy(
     if logits.shape != (*labels.shape, len(rows)):
         need = f"{list(labels.shape)} labels and {len(rows)} of {vocab} logits for each"
         raise ValueError(f"logits {list(logits.shape)}: rank {group.rank()} of tp={group.size()} has {need}")
-    check_range(labels[labels != ignore_index], vocab, "label")
-    labelled = labels.long().masked_fill(labels == ignore_index, NONE).reshape(-1)
+    ignored = labels == ignore_index
+    check_range(labels.masked_fill(ignored, 0), vocab, "label")
+    labelled = labels.long().masked_fill(ignored, NONE).reshape(-1)
     return _CrossEntropy.apply(logits.reshape(-1, len(rows)), labelled, rows, group).view(labels.shape)
 
 

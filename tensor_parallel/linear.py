@@ -43,9 +43,8 @@ class ColumnParallelLinear(nn.Module):
         super().__init__()
         ranks, rank = region.group.size(), region.group.rank()
         declare(linear)
-        whole = linear.weight.held.boxes[0].shape
-        self.pieces = pieces or [even(whole[0], ranks, what="output features")]
-        self.region, self.gather_output, self.inputs = region, gather_output, whole[1]
+        self.pieces = pieces or [even(linear.out_features, ranks, what="output features")]
+        self.region, self.gather_output, self.inputs = region, gather_output, linear.in_features
         self.weight, self.bias = linear.weight, linear.bias
         for param in (self.weight, *([] if self.bias is None else [self.bias])):
             # IDEA: whole outputs of its own on every rank: rows of W and of b, and nothing to add up.
@@ -86,8 +85,7 @@ class RowParallelLinear(nn.Module):
         declare(linear)
         self.region, self.input_is_cut = region, input_is_cut
         self.weight, self.bias = linear.weight, linear.bias
-        inputs = self.weight.held.boxes[0].shape[1]
-        columns = even(inputs, region.group.size(), what="input features")[region.group.rank()]
+        columns = even(linear.in_features, region.group.size(), what="input features")[region.group.rank()]
         layout.cut_pieces(self.weight, 1, [columns])  # [D, F/tp]
         if self.bias is not None and region.sequence_parallel:
             self.bias.held.sums["tp"] = region.group

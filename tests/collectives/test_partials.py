@@ -1,6 +1,7 @@
 """Gradients that are terms of a sum: over which groups, in which order, on which ranks there is none."""
 
 import functools
+from unittest import mock
 
 import pytest
 import torch
@@ -116,6 +117,25 @@ def test_every_kind_of_gradient(pool):
     }
     calls = [(torch.float64, 4), (torch.float32, 4 + 1 + 0 + 6 + 2 + 5), (short, 6)]
     assert pool.run(3, of_many_kinds) == [(expected, calls)] * 3
+
+
+def looked_at(run, missing):
+    """How often a rank looks at a number: on a GPU it waits for it."""
+    params = [param(str(i), None if i < missing else digit(run.rank), {"tp": run.world}) for i in range(3)]
+    true, looks = torch.Tensor.__bool__, []
+
+    def look(tensor):
+        looks.append(tensor)
+        return true(tensor)
+
+    with mock.patch.multiple(torch.Tensor, __bool__=look, tolist=None, item=None):
+        sum_partials(params, ("tp",))
+    return len(looks)
+
+
+@pytest.mark.parametrize("missing", [0, 2])
+def test_only_for_a_gradient_that_is_missing_numbers_are_looked_at(pool, missing):
+    assert pool.run(2, looked_at, missing) == [missing] * 2
 
 
 def empty_on_this_rank(run):

@@ -2,13 +2,22 @@
 and of the head's weight. T67.
 """
 
+from unittest import mock
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from collectives import layout
-from tensor_parallel import ColumnParallelLinear, Region, VocabParallelEmbedding, vocab_parallel_cross_entropy
+from tensor_parallel import (
+    ColumnParallelLinear,
+    Region,
+    VocabParallelEmbedding,
+    cross_entropy,
+    vocab_parallel_cross_entropy,
+)
 from tensor_parallel.cut import nearly_even
 from tests.recorder import recording
 from tests.tensor_parallel.training import near
@@ -88,6 +97,23 @@ def test_t67_all_ignored_is_zero_and_no_nan(pool, ranks):
         assert not losses.any() and not grad.any()
 
 
+def test_what_becomes_of_an_ignored_loss_does_not_matter(pool):
+    """Also a mean over no token at all: 0/0 backward is a gradient of inf or NaN for each loss."""
+    logits, labels = random(1, 3, 12), torch.tensor([[IGNORED, 4, IGNORED]])
+    factors = torch.tensor([[torch.inf, 1.0, torch.nan]], dtype=torch.float64)
+    results = pool.run(2, ours, logits, labels, factors, {})
+    expected = torchs(logits, labels, torch.tensor([[0.0, 1.0, 0.0]], dtype=torch.float64))
+    judged(results, expected, labels == IGNORED)
+
+
+def test_tokens_that_cannot_be(pool):
+    """A logit of -inf on every rank, where it looks in place of a label that it does not have, and elsewhere."""
+    logits, factors = random(2, 4, 12), random(2, 4, seed=1)
+    logits[..., [0, 3, 6, 11]] = -torch.inf
+    labels = torch.tensor([[1, 2, 4, 5], [7, 8, 9, 10]])
+    judged(pool.run(2, ours, logits, labels, factors, {}), torchs(logits, labels, factors), labels == IGNORED)
+
+
 @pytest.mark.parametrize("ignore_index", [0, 7, -1])
 def test_another_label_is_ignored(pool, ignore_index):
     """Also one that a rank has in its vocabulary."""
@@ -149,6 +175,41 @@ def test_t67_gradients_of_the_hidden_state_and_of_the_head(pool, vocab, ranks, s
     dx, dw = zip(*pool.run(ranks, head, (hidden, weight, labels, factors), settings), strict=True)
     assert near(torch.cat(dw), w.grad) <= 1
     assert near(torch.cat(dx, 1), x.grad) <= 1 if settings else all(near(each, x.grad) <= 1 for each in dx)
+
+
+def again(run):
+    """Whether a second backward through a graph that was kept gives the same bits."""
+    logits = random(3, 6, 6, seed=run.rank).requires_grad_()
+    losses = vocab_parallel_cross_entropy(logits, LABELS, 12, group=run.world).sum()
+    [first], [second] = (torch.autograd.grad(losses, [logits], retain_graph=True) for _ in "12")
+    return torch.equal(first, second)
+
+
+def test_a_second_backward_through_a_graph_that_is_kept(pool):
+    assert pool.run(2, again) == [True] * 2
+
+
+class Sizes(TorchDispatchMode):
+    """Finds operations whose result's size is in the data: a GPU's queue must run empty before the next one."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        masks = args[1] if func._overloadpacket == torch.ops.aten.index else ()
+        assert not any(mask is not None and mask.dtype == torch.bool for mask in masks), func
+        assert func._overloadpacket not in (torch.ops.aten.nonzero, torch.ops.aten._local_scalar_dense), func
+        return func(*args, **(kwargs or {}))
+
+
+def without_a_look(run, labels):
+    """A loss, where tensors are not on the CPU: nobody looks at labels."""
+    logits = random(3, 6, 12 // run.size).requires_grad_()
+    with mock.patch.object(cross_entropy, "check_range"), Sizes():
+        losses = vocab_parallel_cross_entropy(logits, labels, 12, group=run.world)
+        losses.sum().backward()
+    return losses.shape
+
+
+def test_a_loss_does_not_wait_for_the_numbers(pool):
+    assert pool.run(1, without_a_look, LABELS) == [LABELS.shape]
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------

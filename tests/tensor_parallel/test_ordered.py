@@ -11,6 +11,7 @@ import torch
 
 from collectives import comm
 from collectives.algorithms import direct
+from collectives.partials import sum_partials
 from tensor_parallel import entrance, parallelize, vocab_parallel_cross_entropy
 from tests import ordered
 from tests.tensor_parallel import models
@@ -35,7 +36,7 @@ def written_out():
 
 
 def gradients(run, shape, settings, recipe):
-    """One forward and backward: the output, and the gradients of what no sum is left to be made of."""
+    """One forward and backward: the output, and all gradients."""
     module = models.plain(shape)
     parallelize(module, models.plan(shape), run.world, **settings)
     if shape.vocab:
@@ -45,7 +46,7 @@ def gradients(run, shape, settings, recipe):
         given = [part.tensor_split(run.size, 1)[run.rank] for part in given]
     out, x, loss = forward(module, given)
     loss.backward()
-    params = [param for param in module.parameters() if not param.held.sums]
+    sum_partials(params := list(module.parameters()), ("tp",))
     return out.detach(), None if x is None else x.grad, {p.held.name: (p.held.boxes, p.grad) for p in params}
 
 

@@ -367,6 +367,19 @@ def test_a_hook_that_would_be_lost_is_refused(pool, register):
         assert kinds == [nn.Linear] * 2
 
 
+def hooked_norm(run):
+    """What a norm makes whose hook doubles it, in a module that was cut."""
+    module = nn.Sequential(nn.RMSNorm(4), nn.Linear(4, 4), nn.Linear(4, 4))
+    module[0].register_forward_hook(lambda part, args, out: 2 * out)
+    parallelize(module, {"0": Stream(), "1": Column(), "2": Row()}, run.world)
+    return module[0](torch.ones(1, 4)).tolist()
+
+
+def test_a_hook_of_what_stays_stays(pool):
+    for rows in pool.run(2, hooked_norm):
+        assert rows == [pytest.approx([2.0] * 4)]
+
+
 def twice_named(run, plan):
     """A module of two names is replaced under both."""
     torch.manual_seed(0)
@@ -469,6 +482,25 @@ def test_a_plan_edits_declarations(pool):
         assert second == (Box((4, 8), (0, 4 * rank), (4, 4)),)
         assert last == (Box.whole((4,)),)
         assert shape == (8, 4)
+
+
+def undeclared(run):
+    """What a plan declares of parameters that have no declaration."""
+    module = two_tokens()
+    module[1].bias.held = layout.Held("mine", (Box.whole((2,)),), Normal(0.5), True)
+    parallelize(module, {"0": Column(), "1": Row()}, run.world)
+    return [(param.held.name, param.held.init, param.held.decay) for param in module.parameters()]
+
+
+def test_what_is_not_declared_is_declared(pool):
+    """Matrices decay; values are those that they have. A declaration that there is stays."""
+    expected = [
+        ("0.weight", None, True),
+        ("0.bias", None, False),
+        ("1.weight", None, True),
+        ("mine", Normal(0.5), True),
+    ]
+    assert pool.run(2, undeclared) == [expected] * 2
 
 
 def printed(run):

@@ -300,6 +300,35 @@ def test_what_waits_for_a_column_goes_where_the_region_ends(pool, mode):
         assert counts == 2 * [kept, 0, True]
 
 
+def the_first_once_more(layers, x):
+    return layers.row(layers.columns[0](x) * layers.product(x))
+
+
+def held_by_the_graph(run, mode, use, tied):
+    """How many of the gathered inputs live after a backward while there is still the output, as there is of a loss."""
+    layers, seen = Layers(columns=3, tied=tied).cut(run, mode), []
+    true = entrance._start_gather
+
+    def start_gather(x, group):
+        whole, work = true(x, group)
+        seen.append(StorageWeakRef(whole.untyped_storage()))
+        return whole, work
+
+    with mock.patch.object(entrance, "_start_gather", start_gather):
+        y = use(layers, numbers(1, TOKENS // run.size, D).requires_grad_())  # a row alone is in order as it arrives
+        y.sum().backward()
+    settle(lambda: all(ref.expired() for ref in seen))
+    return len(seen), sum(not ref.expired() for ref in seen)
+
+
+@pytest.mark.parametrize(("use", "tied"), [(used, False), (used, True), (the_first_once_more, False)])
+@SEQUENCES
+def test_the_last_gradient_of_a_weight_lets_go_of_the_input(pool, mode, use, tied):
+    """Also where two columns have one weight, or one column is called twice, which makes two entrances."""
+    gathered = (2 if mode == "sp" else 1) * (2 if use is the_first_once_more else 1)
+    assert pool.run(2, held_by_the_graph, mode, use, tied) == [(gathered, 0)] * 2
+
+
 # -- calls of every kind -----------------------------------------------------------------------------------------------
 
 
