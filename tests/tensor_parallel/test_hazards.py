@@ -13,6 +13,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from collectives import layout
+from collectives.partials import sum_partials
 from nd_mesh.recompute import recompute
 from tensor_parallel import (
     Column,
@@ -260,6 +261,30 @@ def test_labels_may_be_bytes(pool):
         assert torch.allclose(ours, expected, rtol=0, atol=1e-12)
 
 
+def on_meta(run):
+    """The shape of losses of a dry run, which has no values."""
+    logits = torch.empty(2, 3, 7, device="meta")
+    labels = torch.empty(2, 3, dtype=torch.int64, device="meta")
+    return told(lambda: vocab_parallel_cross_entropy(logits, labels, 7, group=run.world))
+
+
+def test_a_loss_without_values(pool):
+    """Nobody looks at labels where looking means waiting: on the meta device it cannot be done, on a GPU it is slow."""
+    assert pool.run(1, on_meta) == [None]
+
+
+def looked_at(run):
+    """Whether memory that was compared can still be resized, as fsdp's must."""
+    pair = cut_pair(run)
+    layout.check_copies([(param.held, param) for param in pair.parameters()], run.world)
+    return [param.untyped_storage().resizable() for param in pair.parameters()]
+
+
+def test_what_was_compared_is_as_it_was(pool):
+    for resizable in pool.run(2, looked_at):
+        assert all(resizable)
+
+
 # -- arguments that make no sense --------------------------------------------------------------------------------------
 
 SENSELESS = {
@@ -320,3 +345,17 @@ def test_an_input_without_a_dim_of_tokens_is_refused(pool):
     for refusals, sent in pool.run(2, without_tokens):
         assert sent == 0
         assert all(refusal is not None and refusal[0] == "ValueError" and "token" in refusal[1] for refusal in refusals)
+
+
+def a_word_for_a_tuple(run):
+    """What is raised, and whether the bias of a row, which saw some tokens, has its whole gradient."""
+    pair = cut_pair(run, "sp")
+    pair(given(run, "sp")).sum().backward()
+    refusal = told(lambda: sum_partials(pair.parameters(), "tp"))
+    return refusal, bool((pair.row.bias.grad == ROWS * TOKENS).all())
+
+
+def test_a_word_for_labels_is_refused_or_is_one_label(pool):
+    """And not letters, of which none is known."""
+    for refusal, summed in pool.run(2, a_word_for_a_tuple):
+        assert summed if refusal is None else refusal[0] in ("TypeError", "ValueError")
