@@ -17,6 +17,7 @@ from collectives.partials import sum_partials
 from nd_mesh.recompute import recompute
 from tensor_parallel import (
     Column,
+    ColumnParallelLinear,
     KeyValue,
     Region,
     Role,
@@ -359,3 +360,14 @@ def test_a_word_for_labels_is_refused_or_is_one_label(pool):
     """And not letters, of which none is known."""
     for refusal, summed in pool.run(2, a_word_for_a_tuple):
         assert summed if refusal is None else refusal[0] in ("TypeError", "ValueError")
+
+
+def of_too_few_ranks(run):
+    linear = nn.Linear(D, HIDDEN)
+    refusal = told(lambda: ColumnParallelLinear(linear, Region(run.world), pieces=[[range(HIDDEN // 2)]]))
+    return refusal, linear.weight.shape
+
+
+def test_pieces_of_too_few_ranks_are_refused_by_all(pool):
+    for refusal, shape in pool.run(2, of_too_few_ranks):
+        assert refusal is not None and refusal[0] == "ValueError" and shape == (HIDDEN, D)
