@@ -32,8 +32,7 @@ def sum_partials(params: Iterable[nn.Parameter], labels: Sequence[str]) -> None:
         buckets: dict[tuple, list[nn.Parameter]] = defaultdict(list)
         for param in params:
             if label in param.held.sums:
-                kind = param.dtype if param.grad is None else param.grad.dtype
-                buckets[param.held.sums[label], kind, param.device].append(param)
+                buckets[param.held.sums[label], param.dtype, param.device].append(param)
         for (group, *_), members in buckets.items():
             if group.size() > 1:
                 _sum(members, group)
@@ -41,8 +40,9 @@ def sum_partials(params: Iterable[nn.Parameter], labels: Sequence[str]) -> None:
 
 def _sum(params: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
     grads = [torch.zeros_like(param) if param.grad is None else param.grad for param in params]
-    used = torch.tensor([param.grad is not None for param in params]).to(grads[0])
-    flat = torch.cat([*(grad.reshape(-1) for grad in grads), used])
+    used = torch.tensor([param.grad is not None for param in params], device=params[0].device)
+    # In the parameter's dtype, which all ranks know: what a gradient's is, only those that have one do.
+    flat = torch.cat([part.reshape(-1).to(params[0].dtype) for part in (*grads, used)])
     # IDEA: what a declaration calls a partial sum is summed, whatever made it one.
     comm.all_reduce(flat, group=group, ordered=True)
     *sums, used = flat.split([*(grad.numel() for grad in grads), len(params)])

@@ -42,7 +42,8 @@ from collectives.turns import Call, Case
 from nd_mesh import data
 from nd_mesh.config import ModelConfig
 from nd_mesh.model import GPT
-from tensor_parallel import Column, KeyValue, Row, Stream, Vocabulary, parallelize, vocab_parallel_cross_entropy
+from nd_mesh.parallelize import plan
+from tensor_parallel import parallelize, vocab_parallel_cross_entropy
 
 MODEL = ModelConfig(layers=4, width=256, heads=8, kv_heads=8, hidden=768)
 SMALL = ModelConfig(layers=1, width=16, heads=4, kv_heads=4, hidden=32)
@@ -84,25 +85,10 @@ def sgd(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
 
 def ours(run: Runtime, model: GPT, **settings: bool) -> Trained:
     """tensor_parallel/."""
-    heads, kv_heads = model.config.heads, model.config.kv_heads
-    plan = {
-        "embed": Vocabulary(),
-        "blocks.*.attend_norm": Stream(),
-        "blocks.*.q": Column((heads,)),
-        "blocks.*.k": KeyValue(kv_heads, heads),
-        "blocks.*.v": KeyValue(kv_heads, heads),
-        "blocks.*.o": Row(),
-        "blocks.*.ffn_norm": Stream(),
-        "blocks.*.ffn.gate": Column(),
-        "blocks.*.ffn.up": Column(),
-        "blocks.*.ffn.down": Row(),
-        "norm": Stream(),
-        "head": Vocabulary(),
-    }
-    parallelize(model, plan, run.world, **settings)
+    parallelize(model, plan(model, None), run.world, **settings)
 
     def loss(hidden: Tensor, labels: Tensor) -> Tensor:
-        logits = model.logits(hidden)  # [B, T, V/tp]
+        logits = model.head(hidden)  # [B, T, V/tp]
         return vocab_parallel_cross_entropy(logits, labels, model.config.vocab, group=run.world).sum()
 
     params = list(model.parameters())
@@ -112,11 +98,11 @@ def ours(run: Runtime, model: GPT, **settings: bool) -> Trained:
 def theirs(run: Runtime, model: GPT, *plans: Mapping[str, object]) -> Trained:
     """DTensor's styles, one plan after the other."""
     mesh = DeviceMesh.from_group(run.world, run.device.type)
-    for plan in plans:
-        parallelize_module(model, mesh, dict(plan))
+    for styles in plans:
+        parallelize_module(model, mesh, dict(styles))
 
     def loss(hidden: Tensor, labels: Tensor) -> Tensor:
-        return F.cross_entropy(model.logits(hidden).flatten(0, 1), labels.flatten(), reduction="sum")
+        return F.cross_entropy(model.head(hidden).flatten(0, 1), labels.flatten(), reduction="sum")
 
     return Trained(model, loss, nothing, sgd(model.parameters()), loss_parallel)
 
@@ -130,7 +116,7 @@ def alone(run: Runtime, model: GPT) -> Trained:
             part.region.group = own
 
     def loss(hidden: Tensor, labels: Tensor) -> Tensor:
-        logits = model.logits(hidden)
+        logits = model.head(hidden)
         mine = logits.size(-1)
         return vocab_parallel_cross_entropy(logits, labels % mine, mine, group=own).sum()
 

@@ -158,7 +158,7 @@ def read(module: nn.Module, plan: Mapping[str, Role], group: dist.ProcessGroup) 
 
 def _matched(module: nn.Module, plan: Mapping[str, Role]) -> Iterator[Placed]:
     parts = {name: part for name, part in module.named_modules(remove_duplicate=False) if name}
-    roles: dict[nn.Module, tuple[str, Role]] = {}
+    roles: dict[nn.Module, tuple[str, Role, str]] = {}
     for pattern, role in plan.items():
         found = [(name, place) for name in parts if (place := _stars(pattern, name)) is not None]
         if not found:
@@ -166,11 +166,11 @@ def _matched(module: nn.Module, plan: Mapping[str, Role]) -> Iterator[Placed]:
             nearest = f": did you mean {near[0]!r}?" if near else ""
             raise ValueError(f"the plan names {pattern!r}, which the module does not have{nearest}")
         for name, place in found:
-            known = roles.setdefault(parts[name], (name, role))
-            if known == (name, role):
+            other, before, by = roles.setdefault(parts[name], (name, role, pattern))
+            if (other, by) == (name, pattern):
                 yield Placed(name, parts[name], role, place)
-            elif known[1] != role:  # the same module may have other names
-                raise ValueError(f"{name} has two roles, {known[1]} and {role} by {pattern!r}: give it one")
+            elif other == name or before != role:  # the same module may have other names
+                raise ValueError(f"{name} has two roles, {before} by {by!r} and {role} by {pattern!r}: give it one")
 
 
 def _stars(pattern: str, name: str) -> tuple[str, ...] | None:

@@ -182,3 +182,19 @@ def after_a_step(run):
 def test_copies_are_equal_afterwards_and_not_before(pool):
     text = "norm: ranks [1, 2] differ in bits from rank 0, same boxes"
     assert pool.run(3, after_a_step) == [(text, 3)] * 3
+
+
+def of_masters(run):
+    """bfloat16 gradients of float32 parameters, as mixed precision has, where one rank has none."""
+    params = [param(name, None, {"tp": run.world}, torch.float32) for name in ("a", "b")]
+    for each in params:
+        each.grad_dtype = None
+    params[0].grad = torch.tensor(2.0**run.rank, dtype=torch.bfloat16)
+    if run.rank == 1:
+        params[1].grad = torch.tensor(3.0, dtype=torch.bfloat16)
+    sum_partials(params, ("tp",))
+    return [float(each.grad) for each in params]
+
+
+def test_short_gradients_of_long_parameters(pool):
+    assert pool.run(3, of_masters) == [[7.0, 3.0]] * 3

@@ -12,13 +12,13 @@ import torch
 from collectives import comm, layout, rng
 from collectives.differentiable import all_reduce_all_reduce, split_all_gather
 from collectives.p2p import Handle
-from tensor_parallel import cross_entropy, cut, embedding, entrance, linear, region
+from tensor_parallel import cross_entropy, cut, embedding, entrance, linear, plan, region
 from tests.tensor_parallel.models import Shape, zero_directions
 from tests.tensor_parallel.training import MODES, Recipe, plain, trained, worst
 
 MODEL = Shape(vocab=37)
 ONCE = Recipe(steps=1)
-plans = importlib.import_module("tensor_parallel.parallelize")  # the name in the package is the function
+carried_out = importlib.import_module("tensor_parallel.parallelize")  # the name in the package is the function
 
 
 def replaced(where, name, new):
@@ -63,7 +63,7 @@ def dx_stays_partial(ctx, dwhole):
 
 def dx_is_this_ranks_term(ctx, dwhole):
     """Of its own tokens."""
-    return dwhole.tensor_split(ctx.flight.region.group.size(), -2)[ctx.flight.region.group.rank()], None, None
+    return dwhole.tensor_split(ctx.flight.group.size(), -2)[ctx.flight.group.rank()], None, None
 
 
 def ranks_before_rows(whole):
@@ -88,24 +88,23 @@ def no_second_gather():
 
 
 def one_reader_only():
-    """dW of the first column alone; the others' x is gone, and they take zeros."""
-    true = entrance._Weight.backward
+    """dW of the first column alone; the others take zeros for x."""
+    true = entrance._Flight.wait_input
 
-    def backward(ctx, dy):
-        grads = true(ctx, dy)
-        flight = ctx.flight
-        first, flight.had_one = not getattr(flight, "had_one", False), True
-        return (grads[0] if first else torch.zeros_like(grads[0]), *grads[1:])
+    def wait_input(flight):
+        whole = true(flight)
+        first, flight.had_one = not hasattr(flight, "had_one"), True
+        return whole if first else torch.zeros_like(whole)
 
-    return mock.patch.object(entrance._Weight, "backward", staticmethod(backward))
+    return mock.patch.object(entrance._Flight, "wait_input", wait_input)
 
 
 # -- who holds what ----------------------------------------------------------------------------------------------------
 
 
-def contiguous_pieces(role, rows, ranks):
+def contiguous_pieces(role, part, ranks):
     """A fused matrix cut as if it were one."""
-    return [cut.even(rows, ranks)]
+    return 0, [cut.even(part.out_features, ranks)]
 
 
 def keys_in_turn():
@@ -123,28 +122,27 @@ def keys_in_turn():
 
 def no_sum_of(*kinds):
     """These roles' gradients are taken for whole."""
-    true = plans._Work.apply
+    true = carried_out._Work.apply
 
-    def apply(work, name, place, role):
-        true(work, name, place, role)
-        if isinstance(role, kinds):
-            for param in work.module.get_submodule(name).parameters():
+    def apply(work, each):
+        true(work, each)
+        if isinstance(each.role, kinds):
+            for param in work.module.get_submodule(each.name).parameters():
                 param.held.sums.clear()
 
-    return lambda: mock.patch.object(plans._Work, "apply", apply)
+    return lambda: mock.patch.object(carried_out._Work, "apply", apply)
 
 
 def a_sum_too_many():
     """Of norms and the router, also where each rank has the whole gradient."""
-    true = plans._Work.apply
+    true = carried_out._Work.apply
 
-    def apply(work, name, place, role):
-        true(work, name, place, role)
-        if isinstance(role, plans.Stream):
-            for param in work.module.get_submodule(name).parameters():
-                param.held.sums["tp"] = work.group
+    def apply(work, each):
+        true(work, each)
+        if isinstance(each.role, plan.Stream):
+            carried_out.add_sum(each.part, "tp", work.group)
 
-    return mock.patch.object(plans._Work, "apply", apply)
+    return mock.patch.object(carried_out._Work, "apply", apply)
 
 
 def no_copies_counted():
@@ -226,13 +224,13 @@ FAULTS = {  # change, ranks, mode, shape, recipe
     "ranks before rows": (replaced(entrance, "_in_order", ranks_before_rows), 2, "sp", Shape(), ONCE),
     "no second gather": (no_second_gather, 2, "sp", Shape(), ONCE),
     "dW of one column": (one_reader_only, 2, "sp", Shape(), ONCE),
-    "a fused matrix cut as one": (replaced(plans, "pieces_of", contiguous_pieces), 2, "tp", Shape(fused=True), ONCE),
+    "a fused matrix cut as one": (replaced(plan.Column, "cut", contiguous_pieces), 2, "tp", Shape(fused=True), ONCE),
     "T64: keys of other queries": (keys_in_turn, 4, "tp", Shape(), ONCE),
-    "T64: no sum of shared keys": (no_sum_of(plans.KeyValue), 4, "tp", Shape(), ONCE),
-    "T61: no sum of norms": (no_sum_of(plans.Stream), 2, "sp", Shape(), ONCE),
-    "T61: no sum of the router": (no_sum_of(plans.Stream), 2, "sp", ROUTER, ONCE),
-    "T61: no sum of row biases": (no_sum_of(plans.Row), 2, "sp", Shape(), ONCE),
-    "no sum of norms of heads": (no_sum_of(plans.Heads), 2, "tp", ROUTER, ONCE),
+    "T64: no sum of shared keys": (no_sum_of(plan.KeyValue), 4, "tp", Shape(), ONCE),
+    "T61: no sum of norms": (no_sum_of(plan.Stream), 2, "sp", Shape(), ONCE),
+    "T61: no sum of the router": (no_sum_of(plan.Stream), 2, "sp", ROUTER, ONCE),
+    "T61: no sum of row biases": (no_sum_of(plan.Row), 2, "sp", Shape(), ONCE),
+    "no sum of norms of heads": (no_sum_of(plan.Heads), 2, "tp", ROUTER, ONCE),
     "a sum too many": (a_sum_too_many, 2, "tp", Shape(), ONCE),
     "copies that are not counted": (no_copies_counted, 2, "tp", Shape(), ONCE),
     "values of another part": (values_of_the_first_box, 2, "tp", Shape(), Recipe(steps=1, meta=True)),

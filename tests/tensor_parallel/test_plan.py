@@ -21,7 +21,6 @@ from tensor_parallel import (
     cut,
     parallelize,
 )
-from tensor_parallel.parallelize import pieces_of
 from tests.recorder import recording
 
 # -- who holds which rows ----------------------------------------------------------------------------------------------
@@ -129,7 +128,19 @@ def test_divisors():
     ],
 )
 def test_each_matrix_in_a_fused_one_is_cut_by_itself(role, rows, ranks, expected):
-    assert [table(piece) for piece in pieces_of(role, rows, ranks)] == expected
+    dim, pieces = role.cut(linear(rows), ranks)
+    assert (dim, [table(piece) for piece in pieces]) == (0, expected)
+
+
+def linear(rows, columns=4):
+    return nn.Linear(columns, rows, device="meta")
+
+
+def test_a_row_is_cut_along_its_inputs_and_others_not_at_all():
+    assert Row().cut(linear(5, 6), 3) == (1, [[range(2), range(2, 4), range(4, 6)]])
+    assert Vocabulary().cut(linear(5, 6), 2) == (0, [[range(3), range(3, 5)]])
+    assert Vocabulary().cut(nn.Embedding(5, 6, device="meta"), 2) == (0, [[range(3), range(3, 5)]])
+    assert [role.cut(linear(5, 6), 2) for role in (Stream(), Heads(), Whole())] == [None] * 3
 
 
 @pytest.mark.parametrize(
@@ -145,9 +156,9 @@ def test_each_matrix_in_a_fused_one_is_cut_by_itself(role, rows, ranks, expected
             lambda: cut.shared(6, 4, units=3, heads=6),
             "tp=4 does not fit 6 query heads and 3 key and value heads; use a tp of 1, 3 or 6",
         ),
-        (lambda: pieces_of(Column((4, 2)), 13, 2), "13 rows are not 4 + 2 heads of equal size"),
+        (lambda: Column((4, 2)).cut(linear(13), 2), "13 rows are not 4 + 2 heads of equal size"),
         (
-            lambda: pieces_of(Column((4, 2, 2)), 16, 4),
+            lambda: Column((4, 2, 2)).cut(linear(16), 4),
             "tp=4 does not divide 2 heads; use a tp of 1 or 2",
         ),
     ],
@@ -235,24 +246,28 @@ REFUSED = {
     ),
     "two roles": (
         plan_of(**{"blocks.0.up": Column()}),
-        "blocks.0.up has two roles in the plan, by 'blocks.*.up' and by 'blocks.0.up': give it one",
+        "blocks.0.up has two roles",
     ),
     "two roles, by a parent": (
         plan_of(**{"blocks.1": Whole()}),
-        "has two roles, its own and that of",
+        "blocks.1.up has two roles, those of blocks.1.up and of blocks.1: give it one",
     ),
-    "a column that is a norm": (plan_of(norm=Column()), "norm is RMSNorm, which cannot have the role Column"),
-    "a row that is an embedding": (plan_of(embed=Row()), "embed is Embedding, which cannot have the role Row"),
+    "a column that is a norm": (plan_of(norm=Column()), "norm: a RMSNorm cannot have the role Column"),
+    "a row that is an embedding": (plan_of(embed=Row()), "embed: a Embedding cannot have the role Row"),
     "keys that are a list": (
         {**plan_of(**{"blocks.*.up": None, "blocks.*.down": None}), "blocks": KeyValue(2, 4)},
-        "blocks is ModuleList, which cannot have the role KeyValue",
+        "blocks: a ModuleList cannot have the role KeyValue",
     ),
     "a vocabulary that is a norm": (
         plan_of(norm=Vocabulary()),
-        "norm is RMSNorm, which cannot have the role Vocabulary",
+        "norm: a RMSNorm cannot have the role Vocabulary",
     ),
-    "a layer with a forward of its own": (plan_of(doubled=Column()), "doubled is Doubled, which cannot have the role"),
-    "a layer whose weight is computed": (plan_of(normed=Row()), "normed is ParametrizedLinear, which cannot have"),
+    "two different roles": (plan_of(**{"blocks.0.up": Whole()}), "blocks.0.up has two roles, Column("),
+    "a layer with a forward of its own": (plan_of(doubled=Column()), "doubled: a Doubled cannot have the role Column"),
+    "a layer whose weight is computed": (
+        plan_of(normed=Row()),
+        "normed: a ParametrizedLinear cannot have the role Row",
+    ),
     "a sparse embedding": (plan_of(sparse=Vocabulary()), "an embedding with sparse cannot be cut by its vocabulary"),
     "a padded embedding": (plan_of(padded=Vocabulary()), "an embedding with padding_idx cannot be cut"),
     "outputs": (plan_of(odd=Column()), "odd: tp=2 does not divide 9 output features; use a tp of 1, 3 or 9"),
@@ -295,6 +310,80 @@ def test_a_mode_of_another_mode_is_refused(pool):
         assert told.startswith("save_gathered=True is a mode of sequence_parallel=True") and same and sent == 0
 
 
+def tied(how):
+    """Two layers with one weight."""
+
+    def build():
+        module = nn.Module()
+        module.first, module.second = nn.Embedding(6, 4), nn.Linear(4, 6, bias=False)
+        if how == "square":
+            module.first, module.second = (nn.Linear(4, 4, bias=False) for _ in range(2))
+        module.second.weight = module.first.weight
+        return module
+
+    return build
+
+
+def tied_square():
+    return tied("square")()
+
+
+def tied_vocabulary():
+    return tied("vocabulary")()
+
+
+@pytest.mark.parametrize(
+    ("build", "first", "second"),
+    [
+        (tied_vocabulary, Vocabulary(), Whole()),
+        (tied_vocabulary, Stream(), Vocabulary()),
+        (tied_square, Column(), Row()),
+        (tied_square, Row(), Column((2,))),
+        (tied_square, Stream(), Whole()),
+    ],
+)
+def test_a_shared_parameter_is_cut_alike_or_refused(pool, build, first, second):
+    for told, same, sent in pool.run(2, untouched, {"first": first, "second": second}, {}, build):
+        assert told == "second.weight is first.weight too, which is cut otherwise: give both modules the same role"
+        assert same and sent == 0
+
+
+def hooked(run, register):
+    """What is raised for a layer with a hook, and whether it is as it was."""
+    module = two_tokens()
+    getattr(module[1], register)(lambda *args: None)
+    try:
+        parallelize(module, {"0": Column(), "1": Row()}, run.world)
+    except ValueError as error:
+        return str(error), [type(part) for part in module]
+
+
+@pytest.mark.parametrize(
+    "register", ["register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook"]
+)
+def test_a_hook_that_would_be_lost_is_refused(pool, register):
+    for told, kinds in pool.run(2, hooked, register):
+        assert told == "1: it has hooks, which would be lost, since Row replaces it: register them afterwards"
+        assert kinds == [nn.Linear] * 2
+
+
+def twice_named(run, plan):
+    """A module of two names is replaced under both."""
+    torch.manual_seed(0)
+    module = nn.Module()
+    module.first = module.other = nn.Linear(4, 6)
+    module.inner = nn.Sequential(module.first, nn.Linear(6, 4))
+    parallelize(module, plan, run.world)
+    x = torch.ones(2, 4)
+    return module.first is module.other is module.inner[0], type(module.first), module.first(x).shape
+
+
+@pytest.mark.parametrize("names", [["first"], ["other"], ["inner.0"], ["first", "inner.0", "other"]])
+def test_a_module_of_several_names(pool, names):
+    plan = {name: Column() for name in names} | {"inner.1": Row()}
+    assert pool.run(2, twice_named, plan) == [(True, ColumnParallelLinear, (2, 3))] * 2
+
+
 def parameter_of_nobody(run):
     toy = Toy()
     try:
@@ -318,7 +407,7 @@ def parallelized_twice(run):
 
 
 def test_a_second_plan_is_refused(pool):
-    assert pool.run(2, parallelized_twice) == ["0 is ColumnParallelLinear, which cannot have the role Column"] * 2
+    assert pool.run(2, parallelized_twice) == ["0: a ColumnParallelLinear cannot have the role Column"] * 2
 
 
 # -- what a plan makes -------------------------------------------------------------------------------------------------
