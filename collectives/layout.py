@@ -303,5 +303,6 @@ def check_copies(tensors: Iterable[tuple[Held, Tensor]], group: dist.ProcessGrou
 
 
 def _digest(tensor: Tensor) -> str:
-    data = tensor.detach().contiguous().cpu().view(-1).view(torch.uint8).numpy()
+    copied = torch.empty_like(tensor, device="cpu", memory_format=torch.contiguous_format).copy_(tensor.detach())
+    data = copied.view(-1).view(torch.uint8).numpy()  # of numpy's memory nobody can change the size: fsdp would
     return hashlib.sha256(data).hexdigest()

@@ -27,6 +27,8 @@ def sum_partials(params: Iterable[nn.Parameter], labels: Sequence[str]) -> None:
     Every rank calls it with the same labels. A gradient that some ranks of a group do not have counts as zero there;
     one that none of them has stays None.
     """
+    if isinstance(labels, str):
+        raise ValueError(f"labels={labels!r} is a word, whose letters are no labels: give ({labels!r},)")
     params = list(params)
     for label in labels:
         buckets: dict[tuple, list[nn.Parameter]] = defaultdict(list)

@@ -34,6 +34,8 @@ def vocab_parallel_cross_entropy(
     every rank. float16 and bfloat16 are computed in float32. Raises ValueError for other shapes, IndexError for a label
     that is not in the vocabulary.
     """
+    if group is None:
+        raise ValueError("this rank is no member of the group; let only members call it")
     rows = nearly_even(vocab, group.size(), what="tokens of a vocabulary")[group.rank()]
     if logits.shape != (*labels.shape, len(rows)):
         need = f"{list(labels.shape)} labels and {len(rows)} of {vocab} logits for each"

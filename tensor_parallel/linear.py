@@ -42,8 +42,10 @@ class ColumnParallelLinear(nn.Module):
     ):
         super().__init__()
         ranks, rank = region.group.size(), region.group.rank()
-        declare(linear)
         self.pieces = pieces or [even(linear.out_features, ranks, what="output features")]
+        if any(len(rows) != ranks for rows in self.pieces):
+            raise ValueError(f"pieces of {[len(rows) for rows in self.pieces]} ranks: tp={ranks} wants {ranks} in each")
+        declare(linear)
         self.region, self.gather_output, self.inputs = region, gather_output, linear.in_features
         self.weight, self.bias = linear.weight, linear.bias
         for param in (self.weight, *([] if self.bias is None else [self.bias])):
@@ -82,10 +84,10 @@ class RowParallelLinear(nn.Module):
 
     def __init__(self, linear: nn.Linear, region: Region, *, input_is_cut: bool = True):
         super().__init__()
+        columns = even(linear.in_features, region.group.size(), what="input features")[region.group.rank()]
         declare(linear)
         self.region, self.input_is_cut = region, input_is_cut
         self.weight, self.bias = linear.weight, linear.bias
-        columns = even(linear.in_features, region.group.size(), what="input features")[region.group.rank()]
         layout.cut_pieces(self.weight, 1, [columns])  # [D, F/tp]
         if self.bias is not None and region.sequence_parallel:
             self.bias.held.sums["tp"] = region.group

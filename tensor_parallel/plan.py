@@ -174,7 +174,7 @@ def _matched(module: nn.Module, plan: Mapping[str, Role]) -> Iterator[Placed]:
     roles: dict[nn.Module, tuple[str, Role, str]] = {}
     for pattern, role in plan.items():
         if not isinstance(role, Role) or type(role) is Role:
-            raise ValueError(f"the plan gives {pattern!r} the role {role!r}: give one of plan.py, as Row()")
+            raise ValueError(f"{pattern}: {role!r} is no role: give one of plan.py, made, as Row()")
         found = [(name, place) for name in parts if (place := _stars(pattern, name)) is not None]
         if not found:
             near = difflib.get_close_matches(pattern, parts, n=1, cutoff=0.0)

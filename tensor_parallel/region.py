@@ -39,8 +39,9 @@ class Region:
         self._entrance: Entrance | None = None
 
     def enter(self, x: Tensor, column: nn.Module) -> Entrance:
-        """x: a copy [..., T, D] on every rank, or with sequence parallelism this rank's [..., T/tp, D]. The column
-        layers that are called with the same tensor enter together.
+        """x: a copy [..., T, D] on every rank, or with sequence parallelism this rank's [..., T/tp, D], equally many
+        tokens on all (as split_all_gather cuts them). The column layers that are called with the same tensor enter
+        together.
         """
         # IDEA: layers that are called with one tensor share its collectives, so a region sends once, not once a matrix.
         if self._entrance is None or not self._entrance.admits(x, column):

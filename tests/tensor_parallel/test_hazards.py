@@ -289,28 +289,27 @@ def test_what_was_compared_is_as_it_was(pool):
 # -- arguments that make no sense --------------------------------------------------------------------------------------
 
 SENSELESS = {
-    "a class": Column,
-    "a word": "column",
-    "a role of no kind": Role(),
-    "a number of heads": Column(4),
-    "no head": Column((0,)),
-    "no key": KeyValue(0, 4),
-    "no query": KeyValue(2, 0),
-    "less than no key": KeyValue(-2, 4),
+    "a class": lambda: Column,
+    "a word": lambda: "column",
+    "a role of no kind": Role,
+    "a number of heads": lambda: Column(4),
+    "no head": lambda: Column((0,)),
+    "no key": lambda: KeyValue(0, 4),
+    "no query": lambda: KeyValue(2, 0),
+    "less than no key": lambda: KeyValue(-2, 4),
 }
 
 
-def senseless(run, role):
+def senseless(run, case):
     with recording() as recorder:
-        return told(lambda: parallelize(Pair(), PLAN | {"b": role}, run.world)), len(recorder.calls)
+        return told(lambda: parallelize(Pair(), PLAN | {"b": SENSELESS[case]()}, run.world)), len(recorder.calls)
 
 
 @pytest.mark.parametrize("case", SENSELESS)
-def test_a_role_that_makes_no_sense_names_the_module(pool, case):
-    for refusal, sent in pool.run(2, senseless, SENSELESS[case]):
-        assert refusal is not None and refusal[0] in ("ValueError", "TypeError")
-        assert refusal[1].startswith("b: ") and sent == 0
-        assert "unpack" not in refusal[1] and "object" not in refusal[1]
+def test_a_role_that_makes_no_sense_names_the_module_or_itself(pool, case):
+    for refusal, sent in pool.run(2, senseless, case):
+        assert refusal is not None and refusal[0] == "ValueError"
+        assert refusal[1].startswith(("b: ", "Column(heads=", "KeyValue(kv_heads=")) and sent == 0
 
 
 def no_members(run):
