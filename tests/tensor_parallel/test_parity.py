@@ -241,16 +241,20 @@ def test_t70_tokens_that_do_not_divide_are_refused_before_anything_is_sent(pool,
 # -- T71: copies stay the same -----------------------------------------------------------------------------------------
 
 
+def first_and_last(run, *args):
+    """Of the steps of `trained`, which looks at gradients and values after every one."""
+    steps = trained(run, *args)
+    return steps[0][4], steps[-1][4]
+
+
 @pytest.mark.parametrize(
     ("ranks", "mode"),
     [(4, "sp"), *(pytest.param(4, mode, marks=pytest.mark.drill) for mode in ("tp", "sp, whole inputs kept"))],
 )
 def test_t71_copies_keep_the_same_bits_for_50_steps_of_float32(pool, ranks, mode):
-    """trained() looks at gradients and values after every step."""
     shape = Shape(kv_heads=2, qk_norm=True, router=True, vocab=37, tied=True)
     recipe = Recipe("adamw", dtype=torch.float32, steps=50, rows=1)
-    results = pool.run(ranks, trained, shape, MODES[mode], recipe)
-    first, last = results[0][0][4], results[0][-1][4]
+    first, last = pool.run(ranks, first_and_last, shape, MODES[mode], recipe)[0]
     assert all(not torch.equal(first[name][1], last[name][1]) for name in first)
 
 
