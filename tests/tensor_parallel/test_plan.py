@@ -299,6 +299,21 @@ def two_tokens():
     return nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 2))
 
 
+def with_a_group_of_its_own(run):
+    """What is raised where keys that two ranks share are to be summed by each for itself."""
+    own = [run.new_group([rank]) for rank in range(run.size)][run.rank]
+    try:
+        parallelize(two_tokens(), {"0": KeyValue(1, 2, own), "1": Row()}, run.world)
+    except ValueError as error:
+        return str(error)
+
+
+def test_keys_with_a_wrong_group_are_refused(pool):
+    text = "0: tp=2 is more than 1 key and value heads, of which ranks [0, 1] hold the same: give KeyValue their group"
+    for told in pool.run(2, with_a_group_of_its_own):
+        assert told.startswith(text)
+
+
 def test_dropout_is_refused(pool):
     text = "blocks.1.dropout is Dropout: it draws by the generator of its rank, so copies would get other masks"
     for told, same, sent in pool.run(2, untouched, plan_of(), {}, with_dropout):
@@ -395,6 +410,19 @@ def twice_named(run, plan):
 def test_a_module_of_several_names(pool, names):
     plan = {name: Column() for name in names} | {"inner.1": Row()}
     assert pool.run(2, twice_named, plan) == [(True, ColumnParallelLinear, (2, 3))] * 2
+
+
+def two_named():
+    """A layer of two names."""
+    module = nn.Module()
+    module.first = module.other = nn.Linear(4, 6)
+    return module
+
+
+def test_a_module_of_several_names_and_roles_is_refused(pool):
+    for told, same, sent in pool.run(2, untouched, {"first": Column(), "other": Whole()}, {}, two_named):
+        assert told.startswith("other has two roles, Column(") and told.endswith("and Whole() by 'other': give it one")
+        assert same and sent == 0
 
 
 def parameter_of_nobody(run):
