@@ -120,7 +120,7 @@ def test_every_kind_of_gradient(pool):
 
 
 def short_gradient_of_a_long_parameter(run):
-    """(dtype that is summed in, value), where only the first rank has a gradient, which is shorter than its parameter."""
+    """(dtypes of sums, the sum), where only the first rank has a gradient, of a shorter type than its parameter."""
     master = param("master", None, {"tp": run.world}, torch.float32)
     if run.rank == 0:
         master.grad_dtype = None

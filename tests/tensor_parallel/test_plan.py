@@ -320,6 +320,16 @@ def test_dropout_is_refused(pool):
         assert text in told and same and sent == 0
 
 
+def without_drops(run):
+    module = nn.Sequential(nn.Linear(4, 6), nn.Dropout(0.0), nn.Linear(6, 2))
+    parallelize(module, {"0": Column(), "2": Row()}, run.world)
+    return type(module[1])
+
+
+def test_dropout_that_drops_nothing_is_not(pool):
+    assert pool.run(2, without_drops) == [nn.Dropout] * 2
+
+
 def test_a_mode_of_another_mode_is_refused(pool):
     for told, same, sent in pool.run(2, untouched, plan_of(), {"save_gathered": True}, Toy):
         assert told.startswith("save_gathered=True is a mode of sequence_parallel=True") and same and sent == 0
