@@ -497,6 +497,21 @@ def test_stars_are_regions_of_their_own(pool, sequence_parallel):
         assert same
 
 
+def two_pairs(run):
+    """Of each layer of two pairs that follow one another in a plan the number of its region."""
+    sizes = {"q": (8, 8), "k": (8, 4), "v": (8, 4), "o": (8, 8), "up": (8, 12), "down": (12, 8)}
+    module = nn.ModuleDict({name: nn.Linear(*size) for name, size in sizes.items()})
+    keys = KeyValue(2, 4)  # as many as ranks: there is no group to sum over
+    plan = {"q": Column((4,)), "k": keys, "v": keys, "o": Row(), "up": Column(), "down": Row()}
+    parallelize(module, plan, run.world)
+    regions = list(dict.fromkeys(part.region for part in module.values()))
+    return [regions.index(part.region) for part in module.values()], [len(region.columns) for region in regions]
+
+
+def test_a_row_ends_a_region(pool):
+    assert pool.run(2, two_pairs) == [([0, 0, 0, 0, 1, 1], [3, 1])] * 2
+
+
 def declared(run):
     """The boxes of a fused matrix, made on the meta device, with its own rules; whether it is on it still."""
     module = nn.Sequential(nn.Linear(4, 16, device="meta"), nn.Linear(8, 4, device="meta"))
