@@ -512,6 +512,20 @@ def test_a_row_ends_a_region(pool):
     assert pool.run(2, two_pairs) == [([0, 0, 0, 0, 1, 1], [3, 1])] * 2
 
 
+def whole_logits(run):
+    """The logits of a head that gathers them, beside those of the whole one."""
+    torch.manual_seed(0)
+    head, x = nn.Linear(4, 5), torch.ones(2, 4)
+    expected = head(x)
+    module = nn.Sequential(head)
+    parallelize(module, {"0": Vocabulary(gather_output=True)}, run.world)
+    return torch.allclose(module(x), expected)
+
+
+def test_a_vocabulary_that_does_not_divide_is_gathered(pool):
+    assert pool.run(2, whole_logits) == [True] * 2
+
+
 def declared(run):
     """The boxes of a fused matrix, made on the meta device, with its own rules; whether it is on it still."""
     module = nn.Sequential(nn.Linear(4, 16, device="meta"), nn.Linear(8, 4, device="meta"))
