@@ -505,6 +505,7 @@ def two_pairs(run):
     plan = {"q": Column((4,)), "k": keys, "v": keys, "o": Row(), "up": Column(), "down": Row()}
     parallelize(module, plan, run.world)
     regions = list(dict.fromkeys(part.region for part in module.values()))
+    assert not any(param.held.sums for param in module.parameters())
     return [regions.index(part.region) for part in module.values()], [len(region.columns) for region in regions]
 
 
