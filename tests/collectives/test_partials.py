@@ -119,6 +119,21 @@ def test_every_kind_of_gradient(pool):
     assert pool.run(3, of_many_kinds) == [(expected, calls)] * 3
 
 
+def short_gradient_of_a_long_parameter(run):
+    """(dtypes of sums, the sum), where only the first rank has a gradient, of a shorter type than its parameter."""
+    master = param("master", None, {"tp": run.world}, torch.float32)
+    if run.rank == 0:
+        master.grad_dtype = None
+        master.grad = torch.tensor(3.0, dtype=torch.bfloat16)
+    with recording() as recorder:
+        sum_partials([master], ("tp",))
+    return [call.dtype for call in recorder.calls], float(master.grad)
+
+
+def test_a_sum_is_made_in_the_dtype_that_all_ranks_know(pool):
+    assert pool.run(2, short_gradient_of_a_long_parameter) == [([torch.float32], 3.0)] * 2
+
+
 def looked_at(run, missing):
     """How often a rank looks at a number: on a GPU it waits for it."""
     params = [param(str(i), None if i < missing else digit(run.rank), {"tp": run.world}) for i in range(3)]

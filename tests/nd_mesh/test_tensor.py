@@ -48,6 +48,17 @@ def test_evaluation_and_text_do_not_depend_on_tp(pool, alone, tp, mode):
         assert torch.allclose(ours[2], logits, rtol=0, atol=1e-12) and ours[2].shape[-1] == parity.VOCAB
 
 
+def few(run: Runtime, cfg: Config) -> list[int]:
+    """A sample of tokens less than 5, of a model that knows more."""
+    model = parity.built(run, cfg, parity.documents()).model
+    return generate(model, [1, 2], 40, seed=0, context=parity.CONTEXT, vocab=5, multiple=cfg.mesh.tp)
+
+
+def test_text_is_of_the_vocabulary_that_is_asked_for(pool):
+    [tokens] = {tuple(tokens) for tokens in pool.run(2, few, config(2, "kept"))}
+    assert set(tokens) == set(range(5))
+
+
 def masks(run: Runtime, cfg: Config) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     """By name the mask that each dropout draws, and the numbers of the tokens that it is for."""
     built, seen = parity.built(run, cfg, parity.documents()), {}

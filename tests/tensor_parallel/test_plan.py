@@ -299,10 +299,35 @@ def two_tokens():
     return nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 2))
 
 
+def with_a_group_of_its_own(run):
+    """What is raised where keys that two ranks share are to be summed by each for itself."""
+    own = [run.new_group([rank]) for rank in range(run.size)][run.rank]
+    try:
+        parallelize(two_tokens(), {"0": KeyValue(1, 2, own), "1": Row()}, run.world)
+    except ValueError as error:
+        return str(error)
+
+
+def test_keys_with_a_wrong_group_are_refused(pool):
+    text = "0: tp=2 is more than 1 key and value heads, of which ranks [0, 1] hold the same: give KeyValue their group"
+    for told in pool.run(2, with_a_group_of_its_own):
+        assert told.startswith(text)
+
+
 def test_dropout_is_refused(pool):
     text = "blocks.1.dropout is Dropout: it draws by the generator of its rank, so copies would get other masks"
     for told, same, sent in pool.run(2, untouched, plan_of(), {}, with_dropout):
         assert text in told and same and sent == 0
+
+
+def without_drops(run):
+    module = nn.Sequential(nn.Linear(4, 6), nn.Dropout(0.0), nn.Linear(6, 2))
+    parallelize(module, {"0": Column(), "2": Row()}, run.world)
+    return type(module[1])
+
+
+def test_dropout_that_drops_nothing_is_not(pool):
+    assert pool.run(2, without_drops) == [nn.Dropout] * 2
 
 
 def test_a_mode_of_another_mode_is_refused(pool):
@@ -397,6 +422,19 @@ def test_a_module_of_several_names(pool, names):
     assert pool.run(2, twice_named, plan) == [(True, ColumnParallelLinear, (2, 3))] * 2
 
 
+def two_named():
+    """A layer of two names."""
+    module = nn.Module()
+    module.first = module.other = nn.Linear(4, 6)
+    return module
+
+
+def test_a_module_of_several_names_and_roles_is_refused(pool):
+    for told, same, sent in pool.run(2, untouched, {"first": Column(), "other": Whole()}, {}, two_named):
+        assert told.startswith("other has two roles, Column(") and told.endswith("and Whole() by 'other': give it one")
+        assert same and sent == 0
+
+
 def parameter_of_nobody(run):
     toy = Toy()
     try:
@@ -457,6 +495,36 @@ def test_stars_are_regions_of_their_own(pool, sequence_parallel):
         assert regions == [1, 1, 2]
         assert partial == sums
         assert same
+
+
+def two_pairs(run):
+    """Of each layer of two pairs that follow one another in a plan the number of its region."""
+    sizes = {"q": (8, 8), "k": (8, 4), "v": (8, 4), "o": (8, 8), "up": (8, 12), "down": (12, 8)}
+    module = nn.ModuleDict({name: nn.Linear(*size) for name, size in sizes.items()})
+    keys = KeyValue(2, 4)  # as many as ranks: there is no group to sum over
+    plan = {"q": Column((4,)), "k": keys, "v": keys, "o": Row(), "up": Column(), "down": Row()}
+    parallelize(module, plan, run.world)
+    regions = list(dict.fromkeys(part.region for part in module.values()))
+    assert not any(param.held.sums for param in module.parameters())
+    return [regions.index(part.region) for part in module.values()], [len(region.columns) for region in regions]
+
+
+def test_a_row_ends_a_region(pool):
+    assert pool.run(2, two_pairs) == [([0, 0, 0, 0, 1, 1], [3, 1])] * 2
+
+
+def whole_logits(run):
+    """The logits of a head that gathers them, beside those of the whole one."""
+    torch.manual_seed(0)
+    head, x = nn.Linear(4, 5), torch.ones(2, 4)
+    expected = head(x)
+    module = nn.Sequential(head)
+    parallelize(module, {"0": Vocabulary(gather_output=True)}, run.world)
+    return torch.allclose(module(x), expected)
+
+
+def test_a_vocabulary_that_does_not_divide_is_gathered(pool):
+    assert pool.run(2, whole_logits) == [True] * 2
 
 
 def declared(run):

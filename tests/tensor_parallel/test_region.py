@@ -238,6 +238,12 @@ def test_what_is_kept_for_backward(pool, ranks, mode):
         assert is_the_input == (mode != "sp, whole inputs kept" or ranks == 1)
 
 
+def test_a_stand_in_has_no_memory():
+    """The products of all columns are there once."""
+    stand_in = entrance._Weight.apply(nn.Parameter(numbers(HIDDEN, D)), (ROWS, TOKENS), None)
+    assert stand_in.shape == (ROWS, TOKENS, HIDDEN) and stand_in.untyped_storage().nbytes() == stand_in.itemsize
+
+
 def settle(holds):
     """gloo's threads let go of a buffer a moment after the wait."""
     end = time.monotonic() + 1
@@ -627,10 +633,10 @@ def test_a_mode_of_another_mode_is_refused(pool):
     assert pool.run(2, refused) == [text] * 2
 
 
-def autocasted(run, mode):
+def autocasted(run, mode, dtype):
     """Gradients under autocast."""
     layers = Layers().float().cut(run, mode)
-    whole = numbers(ROWS, TOKENS, D).float()
+    whole = numbers(ROWS, TOKENS, D).to(dtype)
     x = (whole.tensor_split(run.size, 1)[run.rank] if mode != "tp" else whole).clone().requires_grad_()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         y = layers(x)
@@ -638,15 +644,16 @@ def autocasted(run, mode):
     return y.dtype, x.grad, layers.columns[0].weight.grad
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @EACH_MODE
-def test_autocast(pool, mode):
-    layers, x = Layers().float(), numbers(ROWS, TOKENS, D).float().requires_grad_()
+def test_autocast(pool, mode, dtype):
+    layers, x = Layers().float(), numbers(ROWS, TOKENS, D).to(dtype).requires_grad_()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         y = layers(x)
     y.float().square().sum().backward()
-    kinds, dx, dw = zip(*pool.run(2, autocasted, mode), strict=True)
+    kinds, dx, dw = zip(*pool.run(2, autocasted, mode, dtype), strict=True)
     dx, dw = torch.cat(dx, 1) if mode != "tp" else dx[0], torch.cat(dw)
-    assert set(kinds) == {y.dtype} and dx.dtype == dw.dtype == torch.float32
+    assert set(kinds) == {y.dtype} and (dx.dtype, dw.dtype) == (dtype, torch.float32)
     assert (dx - x.grad).abs().max() < 0.05 * x.grad.abs().max()
     expected = layers.columns[0].weight.grad
     assert (dw - expected).abs().max() < 0.05 * expected.abs().max()
