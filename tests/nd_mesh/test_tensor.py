@@ -115,3 +115,15 @@ def test_sums_are_declared(pool):
 def declared(run: Runtime, cfg: Config) -> dict[str, set[str]]:
     built = parity.built(run, cfg, parity.documents())
     return {p.held.name: p.held.sums.keys() - {"dp", "fsdp", "cp"} for p in built.handle.parameters()}
+
+
+def kinds(run: Runtime, cfg: Config) -> list[set[bool]]:
+    """Of each of ZeRO's buckets whether it has norms, and whether it has others."""
+    handle = parity.built(run, cfg, parity.documents()).handle
+    return [{"norm" in param.held.name for param in bucket.params} for bucket in handle.buckets]
+
+
+def test_copies_have_buckets_of_their_own(pool):
+    """Beside an uneven part of the vocabulary copies would be cut at other places on each rank of tp."""
+    cfg = parity.config(dp=2, tp=2, data="zero1", sequence=True)
+    assert pool.run(4, kinds, cfg) == [[{False}, {True}]] * 4
