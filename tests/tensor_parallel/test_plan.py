@@ -384,7 +384,13 @@ def hooked(run, register):
 
 
 @pytest.mark.parametrize(
-    "register", ["register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook"]
+    "register",
+    [
+        "register_forward_hook",
+        "register_forward_pre_hook",
+        "register_full_backward_hook",
+        "register_full_backward_pre_hook",
+    ],
 )
 def test_a_hook_that_would_be_lost_is_refused(pool, register):
     for told, kinds in pool.run(2, hooked, register):
