@@ -4,11 +4,11 @@ Gradients of weights can wait, that of the input cannot: the layers below need i
 layer's backward is several nodes of autograd's graph. The engine, of all nodes that are ready, runs the one that was
 made last, and so it runs these in this order, whatever the order in which the layers were called:
 
-    _Keep × columns      bring x, or start to gather it again, once         made last
-    the products         dx {+tp} = dy · W, summed over the columns
-    _Depart              start to reduce dx
-    _Weight × columns    wait for x; dW = dyᵀ · x, while dx travels
-    _Arrive              wait for dx                                        made first
+    _KeepInput × columns        bring x, or start to gather it again, once      made last
+    the products                dx {+tp} = dy · W, summed over the columns
+    _StartReduce                start to reduce dx
+    _WeightGradient × columns   wait for x; dW = dyᵀ · x, while dx travels
+    _WaitReduce                 wait for dx                                     made first
 
 No node has both a weight and a collective: a backward in two halves, for the input and then for the weights, as
 pipelines have it, runs none twice. Megatron-LM's counterpart: LinearWithGradAccumulationAndAsyncCommunication.
@@ -50,13 +50,13 @@ class Entrance:
         self.later: dict[nn.Module, Tensor] = {}
         self.whole = whole = _gathered(x.detach(), group) if sequence_parallel else x.detach()  # [..., T, D]
         if torch.is_grad_enabled():
-            self.flight = _Flight(group, sequence_parallel, forget, again=sequence_parallel and not save_gathered)
+            self.flight = _InFlight(group, sequence_parallel, forget, again=sequence_parallel and not save_gathered)
             self.kept = x.detach() if self.flight.again else whole
-            arrived = _Arrive.apply(x, self.flight)
+            arrived = _WaitReduce.apply(x, self.flight)
             trained, shape = [column for column in columns if column.weight.requires_grad], whole.shape[:-1]
             # IDEA: what is made first is run last: dW waits until dx is on its way.
-            self.later = {column: _Weight.apply(column.weight, shape, self.flight) for column in trained}
-            self.whole = _Depart.apply(arrived, whole, self.flight)
+            self.later = {column: _WeightGradient.apply(column.weight, shape, self.flight) for column in trained}
+            self.whole = _StartReduce.apply(arrived, whole, self.flight)
 
     def admits(self, x: Tensor, column: nn.Module) -> bool:
         """Whether a call is of the forward that this is for: each column enters once, with the same x."""
@@ -69,10 +69,10 @@ class Entrance:
         if column not in self.later:  # without gradients, frozen, or unfrozen since
             return F.linear(self.whole, column.weight, column.bias)
         y = F.linear(self.whole, column.weight.detach(), column.bias)
-        return _Join.apply(y, _Keep.apply(self.later[column], self.kept, self.flight))
+        return _Join.apply(y, _KeepInput.apply(self.later[column], self.kept, self.flight))
 
 
-class _Flight:
+class _InFlight:
     """What is under way in the backward of one entrance."""
 
     def __init__(self, group: dist.ProcessGroup, sequence_parallel: bool, forget: Callable[[], object], *, again: bool):
@@ -99,11 +99,11 @@ class _Flight:
         return whole
 
 
-class _Arrive(torch.autograd.Function):
-    """forward: x. backward: waits for the dx that `_Depart` has sent off."""
+class _WaitReduce(torch.autograd.Function):
+    """forward: x. backward: waits for the dx that `_StartReduce` has sent off."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, flight: _Flight) -> Tensor:
+    def forward(ctx: Any, x: Tensor, flight: _InFlight) -> Tensor:
         ctx.flight = flight
         return x.data  # no view, which could not be changed in place
 
@@ -117,11 +117,11 @@ class _Arrive(torch.autograd.Function):
         return dx, None
 
 
-class _Depart(torch.autograd.Function):
+class _StartReduce(torch.autograd.Function):
     """forward: the whole x. backward: starts the sum of dx over the ranks, into what it returns."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, whole: Tensor, flight: _Flight) -> Tensor:
+    def forward(ctx: Any, x: Tensor, whole: Tensor, flight: _InFlight) -> Tensor:
         ctx.flight, ctx.shape = flight, x.shape
         return whole.data
 
@@ -143,11 +143,11 @@ class _Depart(torch.autograd.Function):
         return dx, None, None
 
 
-class _Weight(torch.autograd.Function):
+class _WeightGradient(torch.autograd.Function):
     """forward: a stand-in for the product, without memory. backward: dW = dyᵀ · x."""
 
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, shape: torch.Size, flight: _Flight) -> Tensor:
+    def forward(ctx: Any, weight: Tensor, shape: torch.Size, flight: _InFlight) -> Tensor:
         ctx.flight, ctx.dtype = flight, weight.dtype
         return weight.new_zeros(()).expand(*shape, len(weight))
 
@@ -159,11 +159,11 @@ class _Weight(torch.autograd.Function):
         return (dy.t() @ whole.reshape(-1, whole.size(-1)).to(dy.dtype)).to(ctx.dtype), None, None
 
 
-class _Keep(torch.autograd.Function):
+class _KeepInput(torch.autograd.Function):
     """forward: the stand-in; keeps x, whole or a piece. backward: brings it, or starts to gather it; dy goes on."""
 
     @staticmethod
-    def forward(ctx: Any, later: Tensor, kept: Tensor, flight: _Flight) -> Tensor:
+    def forward(ctx: Any, later: Tensor, kept: Tensor, flight: _InFlight) -> Tensor:
         ctx.flight = flight
         ctx.save_for_backward(kept)  # [..., T, D] or [..., T/tp, D]
         return later.data

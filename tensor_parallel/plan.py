@@ -208,7 +208,7 @@ def _check_all_covered(module: nn.Module, placed: Sequence[Placed]) -> None:
                 raise ValueError(f"{names[inner]} has two roles, those of {owners[inner]} and of {name}: give it one")
             owners[inner] = name
     for part, name in names.items():
-        if isinstance(part, nn.modules.dropout._DropoutNd) and part.p > 0:
+        if _drops(part):
             raise ValueError(
                 f"{name} is {type(part).__name__}: it draws by the generator of its rank, so copies would get other "
                 f"masks; use collectives.rng.dropout, which draws by index"
@@ -229,6 +229,13 @@ def _check_shared(placed: Sequence[Placed]) -> None:
                 raise ValueError(
                     f"{name}.{own} is {other} too, which is cut otherwise: give both modules the same role"
                 )
+
+
+def _drops(part: nn.Module) -> bool:
+    """Whether it is a module of torch's that drops elements."""
+    if isinstance(part, nn.modules.dropout._DropoutNd):
+        return part.p > 0
+    return isinstance(part, nn.MultiheadAttention | nn.RNNBase) and part.dropout > 0
 
 
 def _checked(part: nn.Module, role: Role, group: dist.ProcessGroup) -> tuple[int, Pieces] | None:

@@ -89,14 +89,14 @@ def no_second_gather():
 
 def one_reader_only():
     """dW of the first column alone; the others take zeros for x."""
-    true = entrance._Flight.wait_input
+    true = entrance._InFlight.wait_input
 
     def wait_input(flight):
         whole = true(flight)
         first, flight.had_one = not hasattr(flight, "had_one"), True
         return whole if first else torch.zeros_like(whole)
 
-    return mock.patch.object(entrance._Flight, "wait_input", wait_input)
+    return mock.patch.object(entrance._InFlight, "wait_input", wait_input)
 
 
 # -- who holds what ----------------------------------------------------------------------------------------------------
@@ -216,10 +216,10 @@ FAULTS = {  # change, ranks, mode, shape, recipe
         replaced(linear, "split_all_gather", own_features_of_a_copy), 2, "tp", Shape(gathered=True), ONCE
     ),
     "dx stays partial": (
-        replaced(entrance._Depart, "backward", staticmethod(dx_stays_partial)), 2, "tp", Shape(), ONCE
+        replaced(entrance._StartReduce, "backward", staticmethod(dx_stays_partial)), 2, "tp", Shape(), ONCE
     ),
     "dx of one rank": (
-        replaced(entrance._Depart, "backward", staticmethod(dx_is_this_ranks_term)), 2, "sp", Shape(), ONCE
+        replaced(entrance._StartReduce, "backward", staticmethod(dx_is_this_ranks_term)), 2, "sp", Shape(), ONCE
     ),
     "ranks before rows": (replaced(entrance, "_in_order", ranks_before_rows), 2, "sp", Shape(), ONCE),
     "no second gather": (no_second_gather, 2, "sp", Shape(), ONCE),

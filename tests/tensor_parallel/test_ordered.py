@@ -77,7 +77,7 @@ def never_waited(ctx, dx):
 def test_a_handle_that_is_not_waited_for_shows(mode):
     with (
         written_out(),
-        mock.patch.object(entrance._Arrive, "backward", staticmethod(never_waited)),
+        mock.patch.object(entrance._WaitReduce, "backward", staticmethod(never_waited)),
         pytest.raises(ordered.Refused, match="has ended without waiting"),
     ):
         ordered.run(2, gradients, Shape(kv_heads=4), MODES[mode], Recipe())
@@ -90,13 +90,13 @@ def changed_while_it_travels(ctx, dwhole):
     return out
 
 
-true_depart = entrance._Depart.backward
+true_depart = entrance._StartReduce.backward
 
 
 def test_a_buffer_that_is_changed_in_flight_shows():
     with (
         written_out(),
-        mock.patch.object(entrance._Depart, "backward", staticmethod(changed_while_it_travels)),
+        mock.patch.object(entrance._StartReduce, "backward", staticmethod(changed_while_it_travels)),
         pytest.raises(ordered.Refused, match="changed while it was in flight"),
     ):
         ordered.run(2, gradients, Shape(kv_heads=4), {}, Recipe())

@@ -240,7 +240,7 @@ def test_what_is_kept_for_backward(pool, ranks, mode):
 
 def test_a_stand_in_has_no_memory():
     """The products of all columns are there once."""
-    stand_in = entrance._Weight.apply(nn.Parameter(numbers(HIDDEN, D)), (ROWS, TOKENS), None)
+    stand_in = entrance._WeightGradient.apply(nn.Parameter(numbers(HIDDEN, D)), (ROWS, TOKENS), None)
     assert stand_in.shape == (ROWS, TOKENS, HIDDEN) and stand_in.untyped_storage().nbytes() == stand_in.itemsize
 
 
