@@ -88,19 +88,27 @@ class Case:
     then: Config
 
 
-def cases(together: int) -> list[Case]:
-    """Meshes and options chosen so that any `together` of the options occur with all combinations of their values."""
-    chosen = [case(**some) for some in covering(WHERE | WHAT, together)]
-    return [*chosen, case(dp=4, microbatches=2, dropout=0.1, batch=2), case(dp=8, dropout=0.1, batch=3, train=ADAMW)]
+def cases(together: int, ranks: int = 8) -> list[Case]:
+    """Meshes of at most so many ranks, and options, chosen so that any `together` of the options occur with all
+    combinations of their values; and some of more ranks than rows, or with all that cuts at once.
+    """
+    chosen = [case(ranks, **some) for some in covering(WHERE | WHAT, together, ranks)]
+    all_at_once = {"dp": 2, "fsdp": 2, "tp": 2, "sequence": True, "data": "fsdp", "tied": True, "dropout": 0.1}
+    more = [
+        {"dp": 4, "microbatches": 2, "dropout": 0.1, "batch": 2},
+        {"dp": 8, "dropout": 0.1, "batch": 3, "train": ADAMW},
+        all_at_once,
+    ]
+    return [*chosen, *(case(**some) for some in more)]
 
 
-def possible(choice: dict[str, Any]) -> bool:
-    """Whether there is such a run, on at most eight ranks, and no other choice is the same run."""
+def possible(choice: dict[str, Any], ranks: int = 8) -> bool:
+    """Whether there is such a run, on at most so many ranks, and no other choice is the same run."""
     sharded, data = choice["data"] == "fsdp", choice["data"]
     usual = {name for name, values in WHERE.items() if choice.get(name, values[0]) == values[0]}
     tp, kv_heads = choice["tp"], choice["kv_heads"]
     return (
-        choice["dp"] * choice["fsdp"] * tp <= 8
+        choice["dp"] * choice["fsdp"] * tp <= ranks
         and tp in cut.degrees(MODEL.heads, kv_heads)
         and (tp > 1 or "sequence" in usual)
         and (choice["sequence"] or "save_gathered" in usual)
@@ -110,12 +118,12 @@ def possible(choice: dict[str, Any]) -> bool:
     )
 
 
-def case(**options: Any) -> Case:
+def case(ranks: int = 8, /, **options: Any) -> Case:
     """The case of these options. It is resumed elsewhere, with another tp and as many other options as can be."""
     first = {name: options.get(name, values[0]) for name, values in WHERE.items()}
     draw, what = random.Random(told(options)), {"kv_heads": options.get("kv_heads", WHAT["kv_heads"][0])}
     drawn = [{name: draw.choice(values) for name, values in WHERE.items()} for _ in range(1000)]
-    others = [choice for choice in drawn if choice["tp"] != first["tp"] and possible(choice | what)]
+    others = [choice for choice in drawn if choice["tp"] != first["tp"] and possible(choice | what, ranks)]
     then = max(others, key=lambda choice: sum(choice[name] != first[name] for name in WHERE))
     name = f"{told(options)}, {options.get('train', SGD).optimizer}; then {told(then)}"
     return Case(name, config(**options), config(**{**options, **then}))
@@ -128,15 +136,16 @@ def told(options: dict[str, Any]) -> str:
     return ", ".join(f"{name} {value}" for name, value in chosen.items() if name != "train")
 
 
-def covering(options: dict[str, Sequence[Any]], together: int) -> list[dict[str, Any]]:
-    """A short list of choices in which any `together` options occur with all combinations of their values.
+def covering(options: dict[str, Sequence[Any]], together: int, ranks: int) -> list[dict[str, Any]]:
+    """A short list of choices in which any `together` options occur with all combinations of their values that there
+    are on so many ranks.
 
     Greedy: for the first combination that has not occurred, some choices that have it are drawn, and the one is taken
     with most combinations that have not occurred.
     """
     draw, bound = random.Random(0), [name for name in options if name not in FREE]
     rows = [dict(zip(bound, values, strict=True)) for values in itertools.product(*(options[name] for name in bound))]
-    rows = [row for row in rows if possible(row)]
+    rows = [row for row in rows if possible(row, ranks)]
     missing: dict[Combination, None] = {}  # in order
     for names in itertools.combinations(options, together):
         limited, free = [[name for name in names if (name in FREE) == kind] for kind in (False, True)]

@@ -12,7 +12,7 @@ from collectives import comm
 from collectives.p2p import Handle
 from tests import parity
 
-CASES = parity.cases(together=2)
+CASES = parity.cases(together=2, ranks=4)  # with eight `make parity`
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ import pytest
 from nd_mesh.mesh import Grid
 from tests import parity, passthrough
 
-CASES = {case.name: case.first for case in parity.cases(together=1)}
+CASES = {case.name: case.first for case in parity.cases(together=1, ranks=4)}
 
 
 def train(run, cfg, texts):
