@@ -1,0 +1,32 @@
+"""Interleaved 1F1B: V small stages a rank instead of a large one. The pipeline fills in smaller steps.
+
+    P = 2, V = 2, M = 4; stages 0 and 2 on rank 0, 1 and 3 on rank 1, written stage:microbatch
+    rank 0  F0:0 F0:1 F2:0 F2:1      F0:2 B2:0 F0:3 B2:1 F2:2 B0:0 F2:3 B0:1      B2:2      B2:3 B0:2 B0:3
+    rank 1       F1:0 F1:1 F3:0 B3:0 F3:1 B3:1 F1:2 B1:0 F1:3 B1:1 F3:2 B3:2 F3:3 B3:3 B1:2 B1:3
+
+Idle: (P-1)(F+B)/V, so (P-1)/(V·M) relative to the work, if P divides M; V times the messages; at most
+2(P-s-1) + (V-1)P + 1 chunks of a V-th live on rank s.
+
+Microbatches go through a rank in groups of P: P of them through its first stage, the same P through its second, and so
+on. Narayanan et al. 2021, 2.2.2; lecture B, "Interleaved 1F1B". PyTorch's counterpart: ScheduleInterleaved1F1B;
+Megatron-LM's: core/pipeline_parallel/schedules.py.
+"""
+
+from pipeline.plan import B, F, Plan, check_numbers, looped, made
+
+
+def interleaved(ranks: int, microbatches: int, virtual: int = 2) -> Plan:
+    """Any number of ranks, of stages a rank and of microbatches; a last group that is not full leaves gaps."""
+    check_numbers("interleaved", ranks=ranks, microbatches=microbatches, virtual=virtual, fits=None)
+    groups = -(-microbatches // ranks)
+    # IDEA: the k-th forward of any rank is of one chunk and microbatch, and the k-th backward of the mirrored chunk.
+    order = [(v, g * ranks + i) for g in range(groups) for v in range(virtual) for i in range(ranks)]
+    actions = []
+    for rank in range(ranks):
+        forwards = [F(v * ranks + rank, m) for v, m in order]
+        backwards = [B((virtual - 1 - v) * ranks + rank, m) for v, m in order]
+        warmup = min(len(order), 2 * (ranks - rank - 1) + (virtual - 1) * ranks)
+        steady = zip(forwards[warmup:], backwards, strict=False)
+        rest = backwards[len(order) - warmup :]
+        actions.append([*forwards[:warmup], *(action for both in steady for action in both), *rest])
+    return made("interleaved", looped(ranks, virtual), microbatches, actions)

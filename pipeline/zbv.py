@@ -1,0 +1,40 @@
+"""ZBV: two stages a rank in the shape of a V, backward in halves: no bubble between a rank's first and last action.
+
+    P = 2, stages 0 and 3 on rank 0, 1 and 2 on rank 1
+
+The first rank has the last stage too, so the first backward begins where the first forward did, and every rank's work
+has no gap if F, I and W take as long. Ranks still begin one after the other: P-1 of the makespan is idle, none of a
+rank's own window. At most 2P half stages are live, as much as 1F1B's P whole ones. For less than 2P - 1 microbatches
+there is not enough to fill it.
+
+Qi et al. 2024, "Pipeline Parallelism with Controllable Memory", 4 (V-Half and V-Min are other V's), after Qi et al.
+2023, ZB-V. PyTorch's counterpart: ScheduleZBVZeroBubble.
+"""
+
+from pipeline.plan import F, I, Plan, W, check_numbers, made, v_shaped
+
+
+def zbv(ranks: int, microbatches: int, virtual: int = 2) -> Plan:
+    """Any number of ranks and of microbatches, two stages a rank."""
+    check_numbers("zbv", ranks=ranks, microbatches=microbatches, virtual=virtual, fits=2)
+    full = max(microbatches, 2 * ranks - 1)
+    return made("zbv", v_shaped(ranks), microbatches, [_of(rank, ranks, full) for rank in range(ranks)])
+
+
+def _of(rank: int, ranks: int, n: int) -> list:
+    down, up = rank, 2 * ranks - 1 - rank  # its two stages
+    first = 2 * (ranks - rank) - 1  # forwards until the first microbatch has come back up here
+    actions = [F(down, m) for m in range(first)]
+    for m in range(rank):
+        actions += [F(up, m), F(down, first + m)]
+    for m in range(ranks - rank):
+        # IDEA: on the way up a microbatch turns round at once, since the last stage has company of its own rank's W.
+        actions += [F(up, rank + m), I(up, m), W(up, m)]
+    for m in range(n - ranks):
+        actions += [F(down, first + rank + m)] if first + rank + m < n else []
+        actions += [I(down, m), W(down, m), F(up, ranks + m), I(up, ranks - rank + m), W(up, ranks - rank + m)]
+    for m in range(rank):
+        actions += [I(down, n - ranks + m), I(up, n - rank + m)]
+    for m in range(ranks - rank):
+        actions += [I(down, n - ranks + rank + m), W(down, n - ranks + m)]
+    return actions + [W(stage, m) for stage in (up, down) for m in range(n - rank, n)]
