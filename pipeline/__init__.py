@@ -1,0 +1,23 @@
+"""Pipeline parallelism: the model is cut into stages, and microbatches follow each other through them."""
+
+from pipeline.check import check
+from pipeline.executor import Microbatch, Pipeline
+from pipeline.links import connect
+from pipeline.plan import Action, Plan
+from pipeline.schedules import SCHEDULES, schedule
+from pipeline.simulate import Simulated, Times, alike, simulate
+
+__all__ = [
+    "SCHEDULES",
+    "Action",
+    "Microbatch",
+    "Pipeline",
+    "Plan",
+    "Simulated",
+    "Times",
+    "alike",
+    "check",
+    "connect",
+    "schedule",
+    "simulate",
+]

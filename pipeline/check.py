@@ -1,5 +1,4 @@
-"""The checker: whether a plan is a step, and whether it can hang. It needs no ranks and takes milliseconds; the executor
-asks it before its first run.
+"""The checker: whether a plan is a step, and whether it can hang. Without ranks, in milliseconds, before the first run.
 
 A step: every microbatch goes once forward through every stage of its chain, and once backward, as B or as I and then W,
 or nothing goes backward at all; each on the rank that has the stage; each after what it needs.

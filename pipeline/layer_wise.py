@@ -18,6 +18,6 @@ def layer_wise(ranks: int, microbatches: int, virtual: int = 1) -> Plan:
     for rank in range(ranks):
         stages = range(rank, ranks * virtual, ranks)
         # IDEA: forward and backward of a microbatch are over before the next one begins.
-        each = [[F(s, m) for s in stages] + [B(s, m) for s in reversed(stages)] for m in range(microbatches)]
-        actions.append(sum(each, []))
+        there_and_back = [(F, s) for s in stages] + [(B, s) for s in reversed(stages)]
+        actions.append([kind(s, m) for m in range(microbatches) for kind, s in there_and_back])
     return made("layer_wise", looped(ranks, virtual), microbatches, actions)

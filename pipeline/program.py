@@ -67,8 +67,11 @@ def _program(plan: Plan, rank: int) -> Iterator[Step]:
     posted: set[Message] = set()
     unsettled: dict[int, list[Message]] = defaultdict(list)  # by peer
     for i, action in enumerate(actions):
-        for message in (message_to(plan, ahead) for ahead in actions[i : i + 2]):
-            if message is not None and message not in posted:
+        for ahead in actions[i : i + 2]:
+            message = message_to(plan, ahead)
+            # what a gradient looks like is known from its own forward on
+            ready = ahead == action or ahead[1:3] != action[1:3]
+            if message is not None and message not in posted and ready:
                 posted.add(message)
                 yield Step("receive", message)
         if (message := message_to(plan, action)) is not None:
