@@ -35,6 +35,7 @@ _FIRST_AND_LAST = MappingProxyType({"compute": 0, "waits": 2})  # of the lanes; 
 _COLOURS = MappingProxyType(
     {
         **{"compute": "lightskyblue", "forward": "lightskyblue", "backward": "cornflowerblue", "waits": "salmon"},
+        **{"input": "cornflowerblue", "weight": "palegreen"},  # the halves of a pipeline's backward
         **{"all_gather": "sandybrown", "reduce_scatter": "mediumseagreen", "all_reduce": "darkkhaki"},
     }
 )
@@ -243,7 +244,7 @@ def _rows(spans: Sequence[Span]) -> Iterator[tuple[str, list[Span]]]:
         if row is None:
             rows.append(row := [])
         row.append(span)
-    for lane in sorted(lanes, key=lambda lane: _FIRST_AND_LAST.get(lane, 1)):
+    for lane in sorted(lanes, key=lambda lane: (_FIRST_AND_LAST.get(lane, 1), lane)):
         yield from zip([lane, *[""] * len(lanes[lane])], lanes[lane], strict=False)
 
 

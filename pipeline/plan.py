@@ -76,7 +76,8 @@ class Plan:
     name: str
     rank_of: tuple[int, ...]  # [S] which rank has the stage
     microbatches: int  # M
-    actions: tuple[tuple[Action, ...], ...]  # by rank, in order
+    # IDEA: a schedule is data: an order of actions on each rank, and all else follows from it.
+    actions: tuple[tuple[Action, ...], ...]  # by rank
     copies: int = 1
 
     @property
