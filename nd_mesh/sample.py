@@ -31,7 +31,7 @@ def generate(
         ids = torch.tensor([window + [0] * (-len(window) % multiple)], device=device)
         slots = torch.arange(ids.shape[1], device=device)
         where = Where(0, slots[:1], slots, slots, context, slots[None], torch.zeros_like(ids))
-        logits = model.logits(model(ids, where))[0, len(window) - 1, :vocab].double()
+        logits = model.logits(model(ids, where=where))[0, len(window) - 1, :vocab].double()
         chances = (logits / temperature).softmax(0).cumsum(0)
         tokens.append(min(int((chances < draw).sum()), len(chances) - 1))
     model.train()

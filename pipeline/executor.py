@@ -101,21 +101,23 @@ class Pipeline:
                 f"rank {self.rank} was given stages {sorted(self.stages)}; in {self.plan.name} it has "
                 f"{self.plan.stages_of(self.rank)}"
             )
-        if self.plan.trains and self.loss is None and any(self.plan.after(stage) is None for stage in self.stages):
-            raise ValueError("a last stage needs a loss: give loss=")
 
     def _prepare(self, plan: Plan) -> tuple[list[Step], list[Around]]:
         units = self.units if self.handle is not None else {}
         return program(plan, self.rank), events(plan.actions[self.rank], units, self.open, self.reduce)
 
-    def step(self, microbatches: Sequence[Microbatch]) -> list[Tensor]:
+    def step(
+        self, microbatches: Sequence[Microbatch], loss: Callable[[Any, Any], Tensor] | None = None
+    ) -> list[Tensor]:
         """Forward and backward of one step. Returns the loss of each microbatch that has its last stage here.
+
+        loss: of this step, default that of the pipeline.
 
         After: the gradients of all microbatches have been added to each parameter's `grad`; with a handle, as after
         backward: `handle.finish()` is the caller's. Raises ValueError on every rank for what does not fit the plan.
         """
         with contextlib.nullcontext() if self.handle is None else self.handle.no_sync():
-            return self._run(self.plan, microbatches, self.loss)
+            return self._run(self.plan, microbatches, loss or self.loss)
 
     def evaluate(
         self, microbatches: Sequence[Microbatch], loss: Callable[[Any, Any], Tensor] | None = None
@@ -130,7 +132,7 @@ class Pipeline:
             return self._run(plan, microbatches, loss or self.loss)
 
     def _run(self, plan: Plan, microbatches: Sequence[Microbatch], loss: Callable | None) -> list[Any]:
-        key = self._agreed(plan, microbatches)
+        key = self._agreed(plan, microbatches, loss)
         kinds = None if self.varies else self.known.get(key)
         steps, around = self.prepared[plan]
         run = _Run(self, plan, microbatches, loss=loss, known=kinds, around=iter(around))
@@ -139,20 +141,22 @@ class Pipeline:
         self.known[key] = run.kinds
         return [run.losses[m] for m in sorted(run.losses)]
 
-    def _agreed(self, plan: Plan, microbatches: Sequence[Microbatch]) -> tuple:
+    def _problem(self, plan: Plan, microbatches: Sequence[Microbatch], loss: Callable | None) -> str:
+        """What is wrong with what this rank was given."""
+        if len(microbatches) != plan.microbatches:
+            told = f"{plan.name} has {plan.microbatches} microbatches, {len(microbatches)} were given"
+            return f"{told}: give as many, or make another plan"
+        if loss is None and plan.trains and any(plan.after(stage) is None for stage in self.stages):
+            return "there is no loss, and a last stage is here: give loss="
+        firsts = [stage for stage in self.stages if plan.before(stage) is None]
+        without = [m for stage in firsts for m in plan.through(stage) if not microbatches[m].args]
+        return f"microbatch {without[0]} has no args, and a first stage is here" if without else ""
+
+    def _agreed(self, plan: Plan, microbatches: Sequence[Microbatch], loss: Callable | None) -> tuple:
         """What the shapes of a step's messages depend on, of all ranks. Raises ValueError on every rank if any of them
         was given what cannot run.
         """
-        problem = (
-            ""
-            if len(microbatches) == plan.microbatches
-            else (
-                f"{plan.name} has {plan.microbatches} microbatches, {len(microbatches)} were given: make another plan"
-            )
-        )
-        for m, each in enumerate(microbatches if not problem else ()):
-            if any(plan.before(stage) is None and m in plan.through(stage) for stage in self.stages) and not each.args:
-                problem = f"microbatch {m} has no args, and the first stage is here"
+        problem = self._problem(plan, microbatches, loss)
         leaves = [leaf for each in microbatches for leaf in tree_leaves((each.args, each.kwargs, each.target))]
         shapes = [(leaf.shape, leaf.dtype, leaf.requires_grad) for leaf in leaves if isinstance(leaf, Tensor)]
         modes = [param.requires_grad for param in self.params], torch.is_autocast_enabled(self.device.type)
