@@ -339,8 +339,8 @@ def _pipeline_mistakes(config: Config) -> Iterator[str]:
             f"parallel.stage_layers={named} must be {plan.stages} numbers, the blocks of each stage, that make "
             f"model.layers={config.model.layers}"
         )
-    elif 0 in counts[1:-1]:
-        yield f"model.layers={config.model.layers} do not fill {plan.stages} stages: one of them would have nothing"
+    elif not named and 0 in counts[1:-1]:
+        yield f"model.layers={config.model.layers} are too few for {plan.stages} stages; use more, or fewer stages"
 
 
 def _explain(error: Mapping[str, Any]) -> str:
