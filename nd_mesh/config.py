@@ -112,8 +112,8 @@ class ParallelConfig(_Strict):
     sequence: bool = False
     save_gathered: bool = False
     # over pp (pipeline/): the schedule; stages a rank, 0 for what it is known for; blocks of each stage, by default as
-    # even as can be; gradients of fsdp and zero3 reduced after each microbatch, not once a step (parallel.reshard frees
-    # a stage's weights between any two of its actions)
+    # even as can be; gradients of fsdp and zero3 reduced after each microbatch, not once a step. There reshard
+    # frees a stage's weights when the rank turns to another of its stages
     schedule: Literal["layer_wise", "gpipe", "1f1b", "interleaved", "zb_h1", "zbv", "dualpipe_v"] = "1f1b"
     virtual: int = 0
     stage_layers: tuple[int, ...] = ()

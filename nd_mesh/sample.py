@@ -17,6 +17,7 @@ def generate(
     seed: int,
     temperature: float = 0.8,
     multiple: int = 1,
+    device: torch.device | None = None,
 ) -> list[int]:
     """The prompt and `length` more tokens less than `vocab`, drawn from the logits over the last `context` tokens.
 
@@ -24,7 +25,6 @@ def generate(
     sees it, to a length that `multiple` divides. No cache of keys and values: a forward pass a token.
     """
     model.eval()
-    device = next(model.parameters()).device
     tokens = list(prompt)
     for draw in rng.uniform(rng.key(seed, "sample"), torch.arange(length)).tolist():
         window = tokens[-context:]

@@ -49,6 +49,7 @@ class Stages(nn.Module):
     def __init__(self, model: GPT, plan: Plan, rank: int, cut: Sequence[range]):
         super().__init__()
         self.config, self.plan, self.cut = model.config, plan, {stage: cut[stage] for stage in plan.stages_of(rank)}
+        self.dtype = model.embed.weight.dtype
         names = [name for stage in self.cut for name in self._ends_of(stage)]
         self.ends = nn.ModuleDict({name: getattr(model, name) for name in names})
         layers = [str(layer) for layers in self.cut.values() for layer in layers]
@@ -80,14 +81,18 @@ class Stages(nn.Module):
     def forward(self, ids: Tensor, where: Where) -> Tensor:
         """What the last stage returns; elsewhere a tensor of that shape with nothing in it. Without gradients."""
         hidden = self.pipe.evaluate([Microbatch((ids,), {"where": where})], lambda output, _: output)
-        return hidden[0] if hidden else torch.empty(*ids.shape, self.config.width, device=ids.device)
+        shape = *ids.shape, self.config.width
+        return hidden[0] if hidden else torch.empty(shape, dtype=self.dtype, device=ids.device)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[B, T, D] -> [B, T, V], on every rank: the last stage's rank sends them to all."""
-        group, last = self.pipe.group, self.last
-        shape, dtype = (*hidden.shape[:2], self.config.vocab), hidden.dtype
-        logits = torch.empty(shape, dtype=dtype, device=hidden.device) if last is None else last.logits(hidden)
-        comm.broadcast(logits, self.plan.rank_of[-1], group=group)
+        if self.last is not None:
+            self.pipe.handle.unshard(self.ends)
+            logits = self.last.logits(hidden)
+            self.pipe.handle.reshard(self.ends)
+        else:
+            logits = hidden.new_empty(*hidden.shape[:2], self.config.vocab)
+        comm.broadcast(logits, self.plan.rank_of[-1], group=self.pipe.group)
         return logits
 
     def loss(self, hidden: Tensor, labels: Tensor) -> Tensor:

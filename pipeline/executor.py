@@ -56,8 +56,8 @@ class Pipeline:
     plan: checked here. stages: this rank's modules, by stage. links: of `connect`. group: the pipeline's ranks, in the
     order of the plan. loss(output, target): of a last stage's output, a scalar. handle: the data strategy's, which has
     been given all of this rank's stages. units: of each stage the modules whose weights it needs, default itself.
-    open: "step" keeps a stage's weights from its first F to its last B or W, one gather a step; "action" gathers for
-    each F, B, I and W, and frees afterwards: 2M gathers, or up to 3M with I and W. reduce: gradients after the last B
+    open: "step" keeps a stage's weights from its first action to its last, one gather a step; "action" frees them when
+    an action of another stage follows, up to 2M gathers, 3M with I and W. reduce: gradients after the last B
     or W of a stage ("step": the stage's whole gradient has memory until then) or after each ("action": M times the
     traffic). varies: a stage's outputs depend on more than the shapes of inputs, so that each is described.
     """
