@@ -4,6 +4,7 @@ import random
 from collections import defaultdict
 from dataclasses import replace
 from graphlib import CycleError, TopologicalSorter
+from itertools import pairwise
 
 from pipeline.plan import Action, B, F, I, Plan, W
 from pipeline.program import message_to, one_a_direction
@@ -79,7 +80,7 @@ def can_run(plan: Plan) -> bool:
     before, made, taken = defaultdict(set), defaultdict(list), defaultdict(list)
     users = defaultdict(list)
     for actions in plan.actions:
-        for earlier, later in zip(actions, actions[1:], strict=False):
+        for earlier, later in pairwise(actions):
             before[later].add(earlier)
         for action in actions:
             before[action].update(makers[need] for need in plan.needs(action))
