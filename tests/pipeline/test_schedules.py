@@ -1,4 +1,4 @@
-"""Schedules: the pictures in their headers are theirs, any numbers give a step, orders are PyTorch's where it has any."""
+"""Schedules: the pictures in their headers are theirs, any numbers give a step, orders are those of PyTorch."""
 
 import inspect
 import time
