@@ -53,6 +53,10 @@ class Recipe:
     tied: bool = False
     steps: int = 4
     limit: float = 0.5  # of the gradient's norm
+    rows: tuple[int, ...] = ()  # of each microbatch, default others in each step
+
+    def sizes(self, microbatches, step):
+        return list(self.rows or rows_of(microbatches, step))
 
     def made(self, params):
         if self.optimizer == "sgd":
@@ -68,25 +72,46 @@ def rows_of(microbatches, step):
     return sizes if step != 2 else [sizes[-1] + 1, *sizes[:-1]]
 
 
-def batch(microbatches, step):
+def batch(sizes, step):
     """(ids, labels, numbers of the rows, valid tokens) of a step: a third of the labels count not, and of the last
     microbatch, if there are several, none.
     """
-    sizes = rows_of(microbatches, step)
     numbers = torch.Generator().manual_seed(step)
     ids, labels = (torch.randint(models.VOCAB, (sum(sizes), models.TOKENS), generator=numbers) for _ in range(2))
     labels[torch.rand(labels.shape, generator=numbers) < 0.3] = -100
     labels[0, 0] = 1
-    if microbatches > 1:
-        labels[sum(sizes[:-1]) :] = -100
+    if len(sizes) > 1:
+        labels[max(1, sum(sizes[:-1])) :] = -100
     return ids, labels, 100 * step + torch.arange(len(ids)), int((labels != -100).sum())
 
 
-def microbatches_of(count, step):
+def microbatches_of(sizes, step):
     """The same as a pipeline takes it."""
-    *tensors, valid = batch(count, step)
-    parts = zip(*(tensor.split(rows_of(count, step)) for tensor in tensors), strict=True)
+    *tensors, valid = batch(sizes, step)
+    parts = zip(*(tensor.split(sizes) for tensor in tensors), strict=True)
     return [Microbatch((ids,), {"rows": rows, "step": step}, (labels, valid)) for ids, labels, rows in parts]
+
+
+def alone(model, sizes, step):
+    """(loss, gradients by name) of the whole batch in one process."""
+    model.zero_grad()
+    ids, labels, rows, valid = batch(sizes, step)
+    loss = models.loss(model(ids, rows=rows, step=step), (labels, valid))
+    loss.backward()
+    return loss.detach(), gradients(model.named_parameters())
+
+
+def in_turn(pipe, params, sizes, step):
+    """(losses, gradients by name) of a pipeline's step on one rank, summed over ties and copies."""
+    for param in params:
+        param.grad = None
+    losses = pipe.step(microbatches_of(sizes, step))
+    sum_partials(params, (TIE, COPY))
+    return losses, gradients((param.held.name, param) for param in params)
+
+
+def gradients(named):
+    return {name: None if param.grad is None else param.grad.clone() for name, param in named}
 
 
 @functools.cache
@@ -98,15 +123,11 @@ def plain(blocks, microbatches, recipe):
     trained = [param for param in model.parameters() if param.requires_grad]
     optimizer, first = recipe.made(trained), values(model)
     for step in range(recipe.steps):
-        optimizer.zero_grad()
-        ids, labels, rows, valid = batch(microbatches, step)
-        loss = models.loss(model(ids, rows=rows, step=step), (labels, valid))
-        loss.backward()
-        grads = {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
+        loss, grads = alone(model, recipe.sizes(microbatches, step), step)
         total = nn.utils.clip_grad_norm_(trained, recipe.limit)
         assert total > recipe.limit, "a step that clips nothing tests no norm"
         optimizer.step()
-        done.append((loss.detach(), grads, total, values(model)))
+        done.append((loss, grads, total, values(model)))
     return first, done
 
 
@@ -139,9 +160,9 @@ def declared(run, plan, model, stages, *, tied):
     return params
 
 
-def built(run, plan, *, tied=False, seed=None, **settings):
-    """(the pipeline of one rank, its parameters)."""
-    model = models.model(models.blocks_for(plan.length), tied=tied)
+def built(run, plan, model=None, *, tied=False, **settings):
+    """(the pipeline of one rank, its parameters), of a whole model."""
+    model = model or models.model(models.blocks_for(plan.length), tied=tied)
     stages = stages_of(plan, run.rank, model)
     params = declared(run, plan, model, stages, tied=tied)
     links = connect(plan, [range(run.size)], run.new_group)
@@ -155,23 +176,28 @@ def trained(run, case, recipe, change=contextlib.nullcontext):
         pipe, params = built(run, plan, tied=recipe.tied)
         optimizer = recipe.made([param for param in params if param.requires_grad] or [torch.zeros(1)])
         for step in range(recipe.steps):
-            for param in params:
-                param.grad = None
-            losses = pipe.step(microbatches_of(case.microbatches, step))
-            sum_partials(params, (TIE, COPY))
+            losses, grads = in_turn(pipe, params, recipe.sizes(case.microbatches, step), step)
             layout.check_copies([(p.held, p.grad) for p in params if p.grad is not None], run.world)
-            grads = {p.held.name: None if p.grad is None else p.grad.clone() for p in params}
             total = norm.grad_norm(params, group=run.world)
             norm.clip(params, total, recipe.limit)
             optimizer.step()
             done.append((losses, grads, total, {p.held.name: p.detach().clone() for p in params}))
-            layout.check_copies([(p.held, p) for p in params], run.world)
+        layout.check_copies([(p.held, p) for p in params], run.world)
     return done
 
 
 def several(run, job, *many):
     """A job's result for each of several sets of arguments."""
     return [job(run, *args) for args in zip(*many, strict=True)]
+
+
+def check_gradients(ranks, true_loss, true_grads):
+    """Of one step, (losses, gradients) by rank: all losses together and each rank's gradients are right."""
+    losses = sum(loss for losses, _ in ranks for loss in losses)
+    assert furthest(losses, true_loss) <= 1e-12 * float(true_loss)
+    assert {name for _, grads in ranks for name in grads} == set(true_grads)
+    for _, grads in ranks:
+        assert gradient_error(true_grads | grads, true_grads) <= 1
 
 
 def worst(ranks, case, recipe):
