@@ -115,7 +115,7 @@ class Pipeline:
         After: the gradients of all microbatches have been added to each parameter's `grad`; with a handle, as after
         backward: `handle.finish()` is the caller's. Raises ValueError on every rank for what does not fit the plan.
         """
-        with contextlib.nullcontext() if self.handle is None else self.handle.no_sync():
+        with contextlib.nullcontext() if self.handle is None else self.handle.deferring():
             return self._run(self.plan, microbatches, self.loss)
 
     def evaluate(
