@@ -2,8 +2,10 @@
 often. T111 of the traps: gradients of all microbatches are reduced once, a collective a bucket.
 """
 
+import contextlib
 import functools
 from collections import Counter
+from unittest import mock
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from torch import nn
 
 from collectives import layout, norm
 from collectives.partials import sum_partials
+from collectives.replicas import Replica
 from ddp import overlapped
 from fsdp import fully_shard
 from pipeline import Pipeline, connect, schedule
@@ -143,10 +146,11 @@ LONG = [
 def test_T111_one_reduction_a_bucket_and_parity(pool, name, strategy):
     results = pool.run(RANKS, trained, name, strategy, True, {}, timeout=60)
     check([done for done, _, _ in results], schedule(name, 2, 1).stages, TIED)
-    for _, calls, buckets in results:
-        print(name, strategy, dict(calls), buckets)
-        reductions = calls["all_reduce"] + calls["reduce_scatter_single"] + calls["reduce_scatter"]
-        assert reductions == buckets
+    assert all(reductions(calls) == buckets for _, calls, buckets in results)
+
+
+def reductions(calls):
+    return calls["all_reduce"] + calls["reduce_scatter_single"]
 
 
 WORDS = [{"open": o, "reduce": r} for o in ("step", "action") for r in ("step", "action")]
@@ -158,10 +162,8 @@ WORDS = [{"open": o, "reduce": r} for o in ("step", "action") for r in ("step", 
 def test_weights_open_and_gradients_reduced_a_step_or_an_action(pool, name, strategy, settings):
     results = pool.run(RANKS, trained, name, strategy, False, settings, timeout=60)
     check([done for done, _, _ in results], schedule(name, 2, 1).stages, RECIPE)
-    for _, calls, buckets in results:
-        print(name, strategy, settings, dict(calls), buckets)
-        reductions = calls["all_reduce"] + calls["reduce_scatter_single"]
-        assert reductions == buckets * (MICROBATCHES if settings["reduce"] == "action" else 1)
+    times = MICROBATCHES if settings["reduce"] == "action" else 1
+    assert all(reductions(calls) == buckets * times for _, calls, buckets in results)
 
 
 class Told(Replica):
@@ -223,6 +225,5 @@ def not_deferred(run, *args):
 
 
 def test_T111_a_reduction_in_every_backward_shows(pool):
-    results = pool.run(RANKS, not_deferred, "1f1b", "ddp", True, {})
-    with pytest.raises(AssertionError):
-        check([done for done, _, _ in results], 2, TIED)
+    for _, calls, buckets in pool.run(RANKS, not_deferred, "1f1b", "ddp", True, {}):
+        assert reductions(calls) > buckets
