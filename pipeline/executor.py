@@ -83,9 +83,10 @@ class Pipeline:
         self.params = [param for stage in self.stages.values() for param in stage.parameters()]
         self.device = device or next((param.device for param in self.params), torch.device("cpu"))
         together(self._check, group=group)
-        digest = zlib.crc32(repr(plan).encode())
-        if len(set(comm.all_gather_object(digest, group=group))) > 1:
-            raise ValueError(f"the ranks have different plans, this one {plan.name}: make the same on every rank")
+        plans = comm.all_gather_object((plan.name, plan.microbatches, zlib.crc32(repr(plan).encode())), group=group)
+        if len(set(plans)) > 1:
+            told = ", ".join(f"{name} of {microbatches} microbatches" for name, microbatches, _ in plans)
+            raise ValueError(f"the ranks have different plans: {told}; make the same on every rank")
         self.handle, self.open, self.reduce = handle, open, reduce
         self.units = units or {number: [stage] for number, stage in self.stages.items()}
         self.entries = {number: Entry(stage) for number, stage in self.stages.items() if plan.before(number) is None}
@@ -98,7 +99,7 @@ class Pipeline:
             raise ValueError(f"{self.plan.name} is for {self.plan.ranks} ranks, the group has {self.group.size()}")
         if sorted(self.stages) != self.plan.stages_of(self.rank):
             raise ValueError(
-                f"rank {self.rank} was given stages {sorted(self.stages)}; in {self.plan.name} it has "
+                f"given stages {sorted(self.stages)}; in {self.plan.name} this rank has "
                 f"{self.plan.stages_of(self.rank)}"
             )
 
@@ -116,7 +117,7 @@ class Pipeline:
         After: the gradients of all microbatches have been added to each parameter's `grad`; with a handle, as after
         backward: `handle.finish()` is the caller's. Raises ValueError on every rank for what does not fit the plan.
         """
-        with contextlib.nullcontext() if self.handle is None else self.handle.no_sync():
+        with contextlib.nullcontext() if self.handle is None else self.handle.deferring():
             return self._run(self.plan, microbatches, loss or self.loss)
 
     def evaluate(
