@@ -4,9 +4,10 @@
     torchrun --standalone --nproc-per-node 2 -m pipeline     the ranks of torchrun
 
 P ranks, M = 2P microbatches, V stages a rank; 2P blocks, each of which sleeps for 15 ms in F, in I and in W, so that
-all schedules compute the same. In float64. The bubble is a rank's idle time, relative to what it computes, as (P-1)/M
-is, and of the whole step, as (P-1)/(M+P-1) is. A chunk, a microbatch in a stage, is live from its F to its B or W:
-counted on the ranks as long as autograd keeps anything of it. A link is one direction of one boundary.
+all schedules compute the same. In float64. Idle time is relative to what a rank computes, as (P-1)/M is, or a share of
+the step, as (P-1)/(M+P-1) is; in window: between the rank's own first start and last end. A chunk, a microbatch in a
+stage, is live from its F to its B or W: counted as long as autograd keeps anything of it. b blocks keep 8b(5BTD + BT)
+bytes, the last stage 8(3BTD + BT) more. A link is one direction of one boundary.
 """
 
 import sys
@@ -34,7 +35,7 @@ from pipeline.schedules import SCHEDULES, schedule
 from pipeline.simulate import Simulated, alike, simulate
 from pipeline.sleeping import NAP, B, D, T
 
-BTD, ITEM = B * T * D, 8  # elements of what crosses a boundary; bytes of a float64
+BTD, BT, ITEM = B * T * D, B * T, 8  # elements of what crosses a boundary, tokens; bytes of a float64
 
 
 class Formula(NamedTuple):
@@ -87,24 +88,34 @@ class Row(NamedTuple):
 
     plan: Plan
     simulated: Simulated
+    unit: float  # seconds of the simulated unit, an F
     run: list[Span]
     live: list[int]  # chunks at the peak, by rank
 
     def __str__(self) -> str:
         """A line of the table."""
-        formula, ranks, size = FORMULAS[self.plan.name].idle, self.plan.ranks, self.plan.stages // self.plan.ranks
-        shares = self.simulated.bubble, bubble(self.run)  # of the whole
-        relative = [formula.of(ranks, self.plan.microbatches, size, 0), *(share / (1 - share) for share in shares)]
-        numbers = " ".join(f"{each:9.3f}" for each in (*relative, *shares))
-        ms = " ".join(f"{1e3 * each:9.0f}" for each in (self.simulated.step_time, step_time(self.run)))
-        return f"{self.plan.name:11} {formula.text:>10} {numbers} {ms}   {' '.join(map(str, self.live))}"
+        formula, shares = FORMULAS[self.plan.name].idle, (self.simulated.bubble, bubble(self.run))
+        window = max(relative(self.simulated.idle_in_window, self.simulated, rank) for rank in range(self.plan.ranks))
+        idle = [formula.of(*sizes(self.plan), 0), *(share / (1 - share) for share in shares), window, *shares]
+        ms = [1e3 * self.simulated.step_time * self.unit, 1e3 * step_time(self.run)]
+        numbers = [*(f"{each:9.3f}" for each in idle), *(f"{each:9.0f}" for each in ms)]
+        return f"{self.plan.name:11} {formula.text:>10} {' '.join(numbers)}   {' '.join(map(str, self.live))}"
 
 
-HEADER = (
-    f"{'':11} {'idle relative to computing':^40} {'of the step':^19} {'ms a step':^19}   chunks live\n{'':11} "
-    + " ".join(f"{each:>9}" for each in (" formula", "", *3 * ["simulated", "measured"]))
-    + "   at the peak"
-)
+HEADER = f"""
+{"":11} {"idle relative to computing":^50} {"idle of the step":^19} {"ms a step":^19}   chunks live
+{"":11} {"formula":>10} {"":9} simulated  measured in window simulated  measured simulated  measured   at the peak"""
+WIDTH = 160  # columns of a chart: a chunk's letter and number need three
+
+
+def sizes(plan: Plan) -> tuple[int, int, int]:
+    """P, M, V."""
+    return plan.ranks, plan.microbatches, plan.stages // plan.ranks
+
+
+def relative(idle: Callable[[int], float], simulated: Simulated, rank: int) -> float:
+    """The rank's idle time, relative to what it computes."""
+    return idle(rank) / simulated.busy(rank)
 
 
 def work(run: Runtime, show: Demo) -> None:
@@ -115,21 +126,13 @@ def work(run: Runtime, show: Demo) -> None:
     refuse(run, show)
     cuts = study.both(run, show)
     if run.rank == 0:
-        charts = {f"{row.plan.name}, {word}": spans for row in rows for word, spans in pictures(row).items()}
-        for name, spans in charts.items():
-            print(f"\n{name}\n{timeline.text(spans, width=WIDTH)}")
-        print("", HEADER, *rows, "", study.HEADER, *cuts, sep="\n")
+        for row in rows:
+            for name, spans in (("simulated", planned(row.simulated, row.unit)), ("measured", row.run)):
+                print(f"\n{row.plan.name}, {name}\n{timeline.text(spans, width=WIDTH)}")
+        print(HEADER, *rows, "", study.HEADER, *cuts, sep="\n")
         if show.figure:
             shown = {row.plan.name: row.run for row in rows if row.plan.name != "layer_wise"}
             timeline.draw(show.figure, *shown.values(), names=list(shown), title=f"measured, {run.size} ranks")
-
-
-WIDTH = 160  # columns of a chart: a chunk's letter and number need three
-
-
-def pictures(row: Row) -> dict[str, list[Span]]:
-    """What was simulated, and what was run."""
-    return {"simulated": planned(row.simulated, 1.0), "measured": row.run}
 
 
 def plans(run: Runtime) -> list[Plan]:
@@ -139,13 +142,14 @@ def plans(run: Runtime) -> list[Plan]:
         try:
             found.append(schedule(name, run.size, 2 * run.size))
         except ValueError as why:
-            print(f"left out: {why}" if run.rank == 0 else "", end="\n" * (run.rank == 0))
+            if run.rank == 0:
+                print(f"left out: {why}")
     return found
 
 
 def refuse(run: Runtime, show: Demo) -> None:
     """1F1B as it is wrong: with one group for both directions of a boundary."""
-    show.part, why = "1f1b with a group a pair of ranks", ""
+    show.part, why = "1f1b, a group a pair of ranks", ""
     try:
         check(schedule("1f1b", run.size, 2 * run.size), lambda message: frozenset(message[2:]))
     except ValueError as refused:
@@ -159,16 +163,18 @@ def refuse(run: Runtime, show: Demo) -> None:
 
 
 class Live:
-    """Counts the chunks of which autograd keeps something."""
+    """Counts the chunks of which autograd keeps something, and its bytes."""
 
     def __init__(self) -> None:
+        self.params: list[nn.Parameter] = []  # which are kept anyway
         self.chunks: list[Saved] = []
-        self.peak = 0
+        self.peak = self.nbytes = 0
 
     def note(self, chunk: Saved) -> None:
         """A forward has ended."""
         self.chunks = [each for each in (*self.chunks, chunk) if each.tensors()]
         self.peak = max(self.peak, len(self.chunks))
+        self.nbytes = max(self.nbytes, sum(each.nbytes(self.params) for each in self.chunks))
 
 
 class Counted(nn.Sequential):
@@ -177,6 +183,7 @@ class Counted(nn.Sequential):
     def __init__(self, stage: nn.Sequential, live: Live) -> None:
         super().__init__(OrderedDict(stage.named_children()))
         self.live = live
+        live.params += self.parameters()
 
     def forward(self, x: Tensor) -> Tensor:
         with saving() as saved:
@@ -193,25 +200,32 @@ def follow(
     stages = {stage: Counted(stage_of(plan, stage), live) for stage in plan.stages_of(run.rank)}
     links, loss = connect(plan, [range(run.size)], run.new_group), sleeping.loss_over(microbatches)
     pipe = Pipeline(plan, stages, links, run.world, loss=loss)
-    for stage in stages.values():
-        sleeping.let_sleep(stage, 0.0)
+    sleeping.let_sleep(stages.values(), 0.0)
     sleeping.parity(show, pipe, pipe.step(microbatches), reference)
-    for stage in stages.values():
-        sleeping.let_sleep(stage, NAP)
+    sleeping.let_sleep(stages.values(), NAP)
     step = sleeping.paced(pipe, microbatches, book := Ledger())
     traffic(run, show, plan, book, step.sent)
-    blocks = 2 * plan.ranks // plan.length
-    simulated = simulate(plan, alike(plan.stages, *3 * [blocks * NAP]))
-    shape(run, show, plan, simulated, live.peak)
-    return Row(plan, simulated, step.spans, comm.all_gather_object(live.peak, group=run.world))
+    simulated = simulate(plan, alike(plan.stages))
+    shape(run, show, plan, simulated, live)
+    unit = NAP * 2 * plan.ranks / plan.length
+    return Row(plan, simulated, unit, step.spans, comm.all_gather_object(live.peak, group=run.world))
 
 
 def stage_of(plan: Plan, stage: int) -> nn.Sequential:
     """As many blocks as the others have; the first has the embedding too, the last the head."""
     model = sleeping.layers(2 * plan.ranks)
     blocks = even(2 * plan.ranks, plan.length)[stage % plan.length]
-    first = blocks.start + 1 if plan.before(stage) is not None else 0
+    first = blocks.start + (plan.before(stage) is not None)
     return sleeping.cut_out(model, range(first, blocks.stop + 1 + (plan.after(stage) is None)))
+
+
+def bytes_kept(plan: Plan, stage: int) -> int:
+    """Of a chunk: the inputs of a block's norm, that divided, of its two matrices; the token's norm. The first stage
+    has ids as well, the last one what a norm and a matrix keep.
+    """
+    blocks = 2 * plan.ranks // plan.length
+    ends = BT * (plan.before(stage) is None) + (3 * BTD + BT) * (plan.after(stage) is None)
+    return ITEM * (blocks * (5 * BTD + BT) + ends)
 
 
 def traffic(run: Runtime, show: Demo, plan: Plan, book: Ledger, sent: int | None) -> None:
@@ -220,28 +234,25 @@ def traffic(run: Runtime, show: Demo, plan: Plan, book: Ledger, sent: int | None
     formula = FORMULAS[plan.name].messages
     messages = sum(comm.all_gather_object(sum(row.calls for row in links), group=run.world))
     show.claim("messages, all ranks", formula.text, formula.of(*sizes(plan), run.rank), messages)
-    through = plan.microbatches // plan.copies
-    for each in sorted({row.algorithm / ITEM for row in links}) or [0]:
-        show.claim("elements sent, each link", "M·BTD", through * BTD if links else 0, each)
-    show.traffic(
-        *("bytes on sockets", "8M·BTD a link", ITEM * through * BTD * len(links), sent),
-        calls=sum(row.calls for row in book.rows()),
-    )
+    each = plan.microbatches // plan.copies * BTD
+    text = "M·BTD" if plan.copies == 1 else "(M/2)·BTD"
+    worst = max((row.algorithm / ITEM for row in links), key=lambda elements: abs(elements - each), default=each)
+    show.claim("elements, each link", text, each, worst)
+    calls = sum(row.calls for row in book.rows())
+    show.traffic("bytes on sockets", f"8·{text} a link", ITEM * each * len(links), sent, calls=calls)
 
 
-def sizes(plan: Plan) -> tuple[int, int, int]:
-    """P, M, V."""
-    return plan.ranks, plan.microbatches, plan.stages // plan.ranks
-
-
-def shape(run: Runtime, show: Demo, plan: Plan, simulated: Simulated, live: int) -> None:
-    """Idle time and live chunks, by the formula, simulated, and counted."""
+def shape(run: Runtime, show: Demo, plan: Plan, simulated: Simulated, live: Live) -> None:
+    """Idle time and live chunks, by the formula, simulated, and counted; and their bytes."""
     formulas = FORMULAS[plan.name]
-    idle = simulated.idle(run.rank) / simulated.busy(run.rank)
+    idle = relative(simulated.idle, simulated, run.rank)
     show.claim("idle, simulated", formulas.idle.text, formulas.idle.of(*sizes(plan), run.rank), idle, allowed=1e-9)
     expected = formulas.live.of(*sizes(plan), run.rank)
-    show.claim("chunks live, simulated", formulas.live.text, expected, simulated.peak[run.rank])
-    show.claim("chunks live, counted", formulas.live.text, expected, live)
+    show.claim("live, simulated", formulas.live.text, expected, simulated.peak[run.rank])
+    show.claim("live, counted", formulas.live.text, expected, live.peak)
+    memory = [bytes_kept(plan, stage) for stage in range(plan.stages)]
+    kept = simulate(plan, alike(plan.stages), memory=memory).peak[run.rank]
+    show.claim("bytes kept at the peak", "8·live·b(5BTD + BT)", kept, live.nbytes)
 
 
 if __name__ == "__main__":

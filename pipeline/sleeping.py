@@ -8,7 +8,7 @@ machine's time. Embedding and head do not sleep, unless the head is told to.
 import math
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +21,6 @@ from collectives.timeline import Span, Timeline
 from collectives.watch import Watcher, watching
 from pipeline.executor import Microbatch, Pipeline
 from pipeline.picture import gathered, measured
-from pipeline.plan import Plan
 
 B, T, D, HIDDEN, VOCAB, IGNORED = 4, 32, 64, 128, 211, -100
 NAP = 0.015  # seconds that a block sleeps in each of F, I and W
@@ -83,10 +82,12 @@ def cut_out(model: Sequence[nn.Module], which: range) -> nn.Sequential:
 
 def batch(microbatches: int) -> list[Microbatch]:
     """Ids and labels [B, T] of each microbatch, the same on every rank; of labels some are ignored, ever more."""
-    ids, labels = torch.randint(VOCAB, (2, microbatches, B, T), generator=torch.Generator().manual_seed(1))
+    draw, found = torch.Generator().manual_seed(1), []
     for m in range(microbatches):
-        labels[m, 0, : 3 * m] = IGNORED
-    return [Microbatch((each,), target=label) for each, label in zip(ids, labels, strict=True)]
+        ids, labels = (torch.randint(VOCAB, (B, T), generator=draw) for _ in range(2))
+        labels[0, : 3 * m] = IGNORED
+        found.append(Microbatch((ids,), target=labels))
+    return found
 
 
 def loss_over(microbatches: Sequence[Microbatch]) -> Callable[[Tensor, Tensor], Tensor]:
@@ -126,7 +127,7 @@ class Reference(NamedTuple):
 def alone(model: Sequence[nn.Module], microbatches: Sequence[Microbatch]) -> Reference:
     """All layers in one process, one microbatch after the other, no naps."""
     whole, loss_of, losses = cut_out(model, range(len(model))), loss_over(microbatches), []
-    let_sleep(whole, 0.0)
+    let_sleep([whole], 0.0)
     for each in microbatches:
         loss = loss_of(whole(*each.args), each.target)
         loss.backward()
@@ -134,11 +135,11 @@ def alone(model: Sequence[nn.Module], microbatches: Sequence[Microbatch]) -> Ref
     return Reference(losses, {name: param.grad for name, param in whole.named_parameters()})
 
 
-def let_sleep(module: nn.Module, seconds: float) -> None:
-    """How long its blocks sleep from now on."""
-    for block in module.modules():
-        if isinstance(block, Block):
-            block.nap.seconds = seconds
+def let_sleep(modules: Iterable[nn.Module], seconds: float) -> None:
+    """How long their blocks sleep from now on."""
+    for part in (part for module in modules for part in module.modules()):
+        if isinstance(part, Block):
+            part.nap.seconds = seconds
 
 
 def parity(show: Demo, pipe: Pipeline, losses: Sequence[Tensor], reference: Reference) -> None:

@@ -27,7 +27,7 @@ from pipeline.plan import Plan
 from pipeline.schedules import schedule
 from pipeline.simulate import Simulated, Times, simulate
 
-HEAD, REPEATS = 3, 2  # blocks' time of the head; steps, of which the shortest is shown
+HEAD = 3  # blocks' time of the head
 
 
 class Cut(NamedTuple):
@@ -79,7 +79,7 @@ def both(run: Runtime, show: Demo) -> list[Cut]:
         show.part = f"{name} cut"
         pipe = piped(run, cut, microbatches)
         sleeping.parity(show, pipe, pipe.step(microbatches), reference)
-        spans = min((sleeping.paced(pipe, microbatches).spans for _ in range(REPEATS)), key=step_time)
+        spans = sleeping.paced(pipe, microbatches).spans
         found.append(Cut(name, cut, *predicted(pipe.plan, cut, costs), spans))
     return found
 
