@@ -3,7 +3,7 @@
     python -m pipeline                                       4 local ranks
     torchrun --standalone --nproc-per-node 2 -m pipeline     the ranks of torchrun
 
-P ranks, M = 2P microbatches, V stages a rank; 2P blocks, each of which sleeps for 15 ms in F, in I and in W, so that
+P ranks, M = 2P microbatches, V stages a rank; 2P blocks, each of which sleeps for 20 ms in F, in I and in W, so that
 all schedules compute the same. In float64. Idle time is relative to what a rank computes, as (P-1)/M is, or a share of
 the step, as (P-1)/(M+P-1) is; in window: between the rank's own first start and last end. A chunk, a microbatch in a
 stage, is live from its F to its B or W: counted as long as autograd keeps anything of it. b blocks keep 8b(5BTD + BT)

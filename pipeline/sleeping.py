@@ -22,8 +22,8 @@ from collectives.watch import Watcher, watching
 from pipeline.executor import Microbatch, Pipeline
 from pipeline.picture import gathered, measured
 
-B, T, D, HIDDEN, VOCAB, IGNORED = 4, 32, 64, 128, 211, -100
-NAP = 0.015  # seconds that a block sleeps in each of F, I and W
+B, T, D, HIDDEN, VOCAB, IGNORED = 4, 16, 64, 128, 211, -100
+NAP = 0.02  # seconds that a block sleeps in each of F, I and W
 
 
 class Sleep(torch.autograd.Function):
@@ -85,7 +85,7 @@ def batch(microbatches: int) -> list[Microbatch]:
     draw, found = torch.Generator().manual_seed(1), []
     for m in range(microbatches):
         ids, labels = (torch.randint(VOCAB, (B, T), generator=draw) for _ in range(2))
-        labels[0, : 3 * m] = IGNORED
+        labels[0, : m] = IGNORED
         found.append(Microbatch((ids,), target=labels))
     return found
 
