@@ -85,7 +85,7 @@ def batch(microbatches: int) -> list[Microbatch]:
     draw, found = torch.Generator().manual_seed(1), []
     for m in range(microbatches):
         ids, labels = (torch.randint(VOCAB, (B, T), generator=draw) for _ in range(2))
-        labels[0, : m] = IGNORED
+        labels[0, :m] = IGNORED
         found.append(Microbatch((ids,), target=labels))
     return found
 
