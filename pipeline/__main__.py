@@ -199,14 +199,14 @@ class Counted(nn.Sequential):
 def follow(
     run: Runtime, show: Demo, plan: Plan, microbatches: Sequence[Microbatch], reference: sleeping.Reference
 ) -> Row:
-    """A step that does not sleep, for the numbers; then one that does, for bytes, chunks and time."""
+    """A step that is awake, for the numbers; then one that sleeps, for bytes, chunks and time."""
     show.part, live = plan.name, Live()
     stages = {stage: Counted(stage_of(plan, stage), live) for stage in plan.stages_of(run.rank)}
     links, loss = connect(plan, [range(run.size)], run.new_group), sleeping.loss_over(microbatches)
     pipe = Pipeline(plan, stages, links, run.world, loss=loss)
-    sleeping.let_sleep(stages.values(), 0.0)
+    sleeping.keep_awake(stages.values())
     sleeping.parity(show, pipe, pipe.step(microbatches), reference)
-    sleeping.let_sleep(stages.values(), NAP)
+    sleeping.keep_awake(stages.values(), False)
     step = sleeping.paced(pipe, microbatches, book := Ledger())
     traffic(run, show, plan, book, step.sent)
     simulated = simulate(plan, alike(plan.stages))

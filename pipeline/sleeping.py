@@ -47,12 +47,13 @@ class Nap(nn.Module):
 
     def __init__(self, width: int, seconds: float) -> None:
         super().__init__()
-        self.bias, self.seconds = nn.Parameter(torch.zeros(width)), seconds
+        self.bias, self.seconds, self.awake = nn.Parameter(torch.zeros(width)), seconds, False
 
     def forward(self, x: Tensor) -> Tensor:
-        time.sleep(self.seconds)
+        seconds = 0.0 if self.awake else self.seconds
+        time.sleep(seconds)
         # IDEA: who sleeps needs no core, so on shared cores too a step takes as long as its schedule says.
-        return Sleep.apply(x, self.seconds) + Sleep.apply(self.bias, self.seconds)
+        return Sleep.apply(x, seconds) + Sleep.apply(self.bias, seconds)
 
 
 class Block(nn.Module):
@@ -125,9 +126,9 @@ class Reference(NamedTuple):
 
 
 def alone(model: Sequence[nn.Module], microbatches: Sequence[Microbatch]) -> Reference:
-    """All layers in one process, one microbatch after the other, no naps."""
+    """All layers in one process, awake, one microbatch after the other."""
     whole, loss_of, losses = cut_out(model, range(len(model))), loss_over(microbatches), []
-    let_sleep([whole], 0.0)
+    keep_awake(model)
     for each in microbatches:
         loss = loss_of(whole(*each.args), each.target)
         loss.backward()
@@ -135,11 +136,11 @@ def alone(model: Sequence[nn.Module], microbatches: Sequence[Microbatch]) -> Ref
     return Reference(losses, {name: param.grad for name, param in whole.named_parameters()})
 
 
-def let_sleep(modules: Iterable[nn.Module], seconds: float) -> None:
-    """How long their blocks sleep from now on."""
+def keep_awake(modules: Iterable[nn.Module], awake: bool = True) -> None:
+    """From now on none of their naps sleeps, or each does again."""
     for part in (part for module in modules for part in module.modules()):
-        if isinstance(part, Block):
-            part.nap.seconds = seconds
+        if isinstance(part, Nap):
+            part.awake = awake
 
 
 def parity(show: Demo, pipe: Pipeline, losses: Sequence[Tensor], reference: Reference) -> None:

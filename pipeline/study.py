@@ -70,15 +70,17 @@ def pictures(cut: Cut) -> dict[str, list[Span]]:
 def both(run: Runtime, show: Demo) -> list[Cut]:
     """Measure the layers, cut them in two ways, run both. Collective."""
     microbatches, model = sleeping.batch(2 * run.size), uneven(run.size)
-    mine = measure(model, microbatches[0].args[0], repeats=3)
-    [costs, *_] = comm.all_gather_object(mine, group=run.world)  # one cut for all
+    measured = measure(model, microbatches[0].args[0], repeats=3) if run.rank == 0 else []
+    [costs, *_] = comm.all_gather_object(measured, group=run.world)  # one cut for all
     reference = sleeping.alone(model, microbatches)
     cuts = {"even": even(len(model), run.size), "optimal": partition(costs, run.size)}
     found = []
     for name, cut in cuts.items():
         show.part = f"{name} cut"
         pipe = piped(run, cut, microbatches)
+        sleeping.keep_awake(pipe.stages.values())
         sleeping.parity(show, pipe, pipe.step(microbatches), reference)
+        sleeping.keep_awake(pipe.stages.values(), False)
         spans = sleeping.paced(pipe, microbatches).spans
         found.append(Cut(name, cut, *predicted(pipe.plan, cut, costs), spans))
     return found
