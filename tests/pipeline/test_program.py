@@ -45,6 +45,15 @@ def test_program_of_1f1b():
     ]
 
 
+def test_program_of_two_stages_a_rank():
+    """What a peer makes of a message at once is a receipt for it."""
+    assert [told(step) for step in program(schedule("layer_wise", 2, 1, 2), 0)] == [
+        *("receive a0", "F0", "send a0", "wait a0", "settle a0", "F0", "send a0"),
+        *("receive g0", "receive g0", "wait g0", "settle a0", "B0", "send g0"),
+        *("wait g0", "settle g0", "B0"),
+    ]
+
+
 def test_every_message_is_posted_once_at_both_ends_in_one_order():
     for plan in plans():
         steps = programs(plan)
