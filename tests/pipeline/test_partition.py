@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from pipeline.partition import Cost, even, measure, partition
 
-ROWS, WIDTH, VOCABULARY = 128, 32, 8192
+ROWS, WIDTH, VOCABULARY = 64, 32, 2048
 
 
 def time_of(costs, layers):
@@ -123,7 +123,7 @@ def test_bytes_of_layers(chain):
 
 
 def test_times_of_layers(chain):
-    """The head has 256 times the columns of the linear layer."""
+    """The head has 64 times the columns of the linear layer."""
     _, linear, _, head, loss = measure(chain, torch.randint(VOCABULARY, (ROWS,)), repeats=9)
     assert head.forward > 3 * linear.forward > 0
     assert head.backward > 3 * linear.backward > 0
