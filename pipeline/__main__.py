@@ -3,7 +3,7 @@
     python -m pipeline                                       4 local ranks
     torchrun --standalone --nproc-per-node 2 -m pipeline     the ranks of torchrun
 
-P ranks, M = 2P microbatches, V stages a rank; 2P blocks, each of which sleeps for 20 ms in F, in I and in W, so that
+P ranks, M = 2P microbatches, V stages a rank; 2P blocks, each of which sleeps for 12 ms in F, in I and in W, so that
 all schedules compute the same. In float64. Idle time is relative to what a rank computes, as (P-1)/M is, or a share of
 the step, as (P-1)/(M+P-1) is; in window: between the rank's own first start and last end. A chunk, a microbatch in a
 stage, is live from its F to its B or W: counted as long as autograd keeps anything of it. b blocks keep 8b(5BTD + BT)
@@ -199,7 +199,7 @@ class Counted(nn.Sequential):
 def follow(
     run: Runtime, show: Demo, plan: Plan, microbatches: Sequence[Microbatch], reference: sleeping.Reference
 ) -> Row:
-    """A step that is awake, for the numbers; then one that sleeps, for bytes, chunks and time."""
+    """A step that is awake, for the numbers; then two that sleep, for bytes, chunks and time."""
     show.part, live = plan.name, Live()
     stages = {stage: Counted(stage_of(plan, stage), live) for stage in plan.stages_of(run.rank)}
     links, loss = connect(plan, [range(run.size)], run.new_group), sleeping.loss_over(microbatches)
@@ -207,12 +207,12 @@ def follow(
     sleeping.keep_awake(stages.values())
     sleeping.parity(show, pipe, pipe.step(microbatches), reference)
     sleeping.keep_awake(stages.values(), False)
-    step = sleeping.paced(pipe, microbatches, book := Ledger())
-    traffic(run, show, plan, book, step.sent)
+    steps = [sleeping.paced(pipe, microbatches), sleeping.paced(pipe, microbatches, book := Ledger())]
+    traffic(run, show, plan, book, steps[-1].sent)
     simulated = simulate(plan, alike(plan.stages))
     shape(run, show, plan, simulated, live)
     unit = NAP * 2 * plan.ranks / plan.length
-    return Row(plan, simulated, unit, step.spans, comm.all_gather_object(live.peak, group=run.world))
+    return Row(plan, simulated, unit, sleeping.shortest(steps), comm.all_gather_object(live.peak, group=run.world))
 
 
 def stage_of(plan: Plan, stage: int) -> nn.Sequential:
