@@ -276,7 +276,7 @@ class _Run:
             self._hand_on(stage, m, outputs)
         if self.plan.trains:
             leaving = [get_gradient_edge(output) for output in outputs if output.requires_grad]
-            self.live[stage, m] = _Live(inputs, leaving, grads, entry.edges if entry else [])
+            self.live[stage, m] = _Live(inputs, leaving, grads, entry.taken() if entry else [])
 
     def _end(self, output: Any, target: Any, m: int) -> tuple[list[Tensor], list[Tensor]]:
         """The last stage has run. Returns the loss and its gradient, if there is a backward."""

@@ -105,6 +105,11 @@ WRONG = {
         "good hangs: rank 0 waits for the gradient of microbatch 0 from stage 1; "
         "rank 1 waits for the activation of microbatch 1 from stage 0.",
     ),
+    "messages that cross while both are awaited": (
+        with_orders(GOOD, {0: [F(0, 1), F(0, 0), B(0, 0), B(0, 1)], 1: [F(1, 0), F(1, 1), B(1, 0), *RANK_1[3:]]}),
+        "good hangs: rank 0 waits for the gradient of microbatch 0 from stage 1; "
+        "rank 1 waits for the activation of microbatch 0 from stage 0.",
+    ),
     "messages that cross": (
         swapped(GOOD, 0, 0, 1),
         "good hangs: rank 0 waits for the gradient of microbatch 0 from stage 1; "

@@ -212,18 +212,12 @@ def test_what_a_handle_is_told(pool, settings, expected):
     assert pool.run(1, words, settings) == [expected]
 
 
-@contextlib.contextmanager
-def every_microbatch_by_itself():
-    """Without holding back: as T111 tells of others."""
-    with mock.patch.object(Replica, "deferring", lambda handle: contextlib.nullcontext()):
-        yield
-
-
 def not_deferred(run, *args):
-    with every_microbatch_by_itself():
+    """In the place of a step's `deferring`, what is there for microbatches one by one."""
+    with mock.patch.object(stage2.ZeRO2, "deferring", stage2.ZeRO2.no_sync):
         return trained(run, *args)
 
 
-def test_T111_a_reduction_in_every_backward_shows(pool):
-    for _, calls, buckets in pool.run(RANKS, not_deferred, "1f1b", "ddp", True, {}):
-        assert reductions(calls) > buckets
+def test_T111_a_bucket_that_is_reduced_twice_shows(pool):
+    for _, calls, buckets in pool.run(RANKS, not_deferred, "zbv", "zero2", True, {}):
+        assert reductions(calls) == 2 * buckets
