@@ -3,7 +3,7 @@
     python -m pipeline                                       4 local ranks
     torchrun --standalone --nproc-per-node 2 -m pipeline     the ranks of torchrun
 
-P ranks, M = 2P microbatches, V stages a rank; 2P blocks, each of which sleeps for 20 ms in F, in I and in W, so that
+P ranks, M = 2P microbatches, V stages a rank; 2P blocks, each of which sleeps for 12 ms in F, in I and in W, so that
 all schedules compute the same. In float64. Idle time is relative to what a rank computes, as (P-1)/M is, or a share of
 the step, as (P-1)/(M+P-1) is; in window: between the rank's own first start and last end. A chunk, a microbatch in a
 stage, is live from its F to its B or W: counted as long as autograd keeps anything of it. b blocks keep 8b(5BTD + BT)
@@ -13,6 +13,7 @@ bytes, the last stage 8(3BTD + BT) more. A link is one direction of one boundary
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -31,6 +32,7 @@ from pipeline.links import connect
 from pipeline.partition import even
 from pipeline.picture import bubble, planned, step_time
 from pipeline.plan import Plan
+from pipeline.program import Message
 from pipeline.schedules import SCHEDULES, schedule
 from pipeline.simulate import Simulated, alike, simulate
 from pipeline.sleeping import NAP, B, D, T
@@ -131,12 +133,14 @@ def work(run: Runtime, show: Demo) -> None:
                 print(f"\n{row.plan.name}, {name}\n{timeline.text(spans, width=WIDTH)}")
         print(HEADER, *rows, "", study.HEADER, *cuts, sep="\n")
         if show.figure:
-            shown = [row for row in rows if row.plan.name != "layer_wise"]  # which is three times as long
-            names = [
-                f"{row.plan.name}: idle {row.simulated.bubble:.1%} as simulated, {bubble(row.run):.1%} as measured"
-                for row in shown
-            ]
-            timeline.draw(show.figure, *(row.run for row in shown), names=names)
+            draw(show.figure, [row for row in rows if row.plan.name != "layer_wise"])  # which is three times as long
+
+
+def draw(path: Path, rows: Sequence[Row]) -> None:
+    """Each schedule as measured."""
+    shares = [(row.plan.name, row.simulated.bubble, bubble(row.run)) for row in rows]
+    names = [f"{name}: {simulated:.1%} idle as simulated, {run:.1%} as measured" for name, simulated, run in shares]
+    timeline.draw(path, *(row.run for row in rows), names=names)
 
 
 def plans(run: Runtime) -> list[Plan]:
@@ -153,9 +157,13 @@ def plans(run: Runtime) -> list[Plan]:
 
 def refuse(run: Runtime, show: Demo) -> None:
     """1F1B as it is wrong: with one group for both directions of a boundary."""
+
+    def both_ways(message: Message) -> frozenset[int]:
+        return frozenset((message.source_rank, message.target_rank))
+
     show.part, why = "1f1b, a group a pair of ranks", ""
     try:
-        check(schedule("1f1b", run.size, 2 * run.size), lambda message: frozenset(message[2:]))
+        check(schedule("1f1b", run.size, 2 * run.size), both_ways)
     except ValueError as refused:
         why = str(refused)
     show.claim("refused before it hangs", "1", run.size > 1, bool(why))
@@ -199,7 +207,7 @@ class Counted(nn.Sequential):
 def follow(
     run: Runtime, show: Demo, plan: Plan, microbatches: Sequence[Microbatch], reference: sleeping.Reference
 ) -> Row:
-    """A step that is awake, for the numbers; then one that sleeps, for bytes, chunks and time."""
+    """A step that is awake, for the numbers; then two that sleep, for bytes, chunks and time."""
     show.part, live = plan.name, Live()
     stages = {stage: Counted(stage_of(plan, stage), live) for stage in plan.stages_of(run.rank)}
     links, loss = connect(plan, [range(run.size)], run.new_group), sleeping.loss_over(microbatches)
@@ -207,12 +215,12 @@ def follow(
     sleeping.keep_awake(stages.values())
     sleeping.parity(show, pipe, pipe.step(microbatches), reference)
     sleeping.keep_awake(stages.values(), False)
-    step = sleeping.paced(pipe, microbatches, book := Ledger())
-    traffic(run, show, plan, book, step.sent)
+    steps = [sleeping.paced(pipe, microbatches), sleeping.paced(pipe, microbatches, book := Ledger())]
+    traffic(run, show, plan, book, steps[-1].sent)
     simulated = simulate(plan, alike(plan.stages))
     shape(run, show, plan, simulated, live)
     unit = NAP * 2 * plan.ranks / plan.length
-    return Row(plan, simulated, unit, step.spans, comm.all_gather_object(live.peak, group=run.world))
+    return Row(plan, simulated, unit, sleeping.shortest(steps), comm.all_gather_object(live.peak, group=run.world))
 
 
 def stage_of(plan: Plan, stage: int) -> nn.Sequential:

@@ -20,10 +20,10 @@ from collectives.demo import Demo
 from collectives.timeline import Span, Timeline
 from collectives.watch import Watcher, watching
 from pipeline.executor import Microbatch, Pipeline
-from pipeline.picture import gathered, measured
+from pipeline.picture import gathered, measured, step_time
 
 B, T, D, HIDDEN, VOCAB, IGNORED = 4, 16, 64, 128, 211, -100
-NAP = 0.02  # seconds that a block sleeps in each of F, I and W
+NAP = 0.012  # seconds that a block sleeps in each of F, I and W
 
 
 class Sleep(torch.autograd.Function):
@@ -102,6 +102,11 @@ class Paced(NamedTuple):
 
     spans: list[Span]  # what they computed, all ranks
     sent: int | None  # bytes that this rank wrote to sockets, None where they cannot be counted
+
+
+def shortest(steps: Iterable[Paced]) -> list[Span]:
+    """The spans of the shortest step: what else runs on the machine comes and goes."""
+    return min((step.spans for step in steps), key=step_time)
 
 
 def paced(pipe: Pipeline, microbatches: Sequence[Microbatch], *watchers: Watcher) -> Paced:

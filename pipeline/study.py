@@ -81,7 +81,7 @@ def both(run: Runtime, show: Demo) -> list[Cut]:
         sleeping.keep_awake(pipe.stages.values())
         sleeping.parity(show, pipe, pipe.step(microbatches), reference)
         sleeping.keep_awake(pipe.stages.values(), False)
-        spans = sleeping.paced(pipe, microbatches).spans
+        spans = sleeping.shortest(sleeping.paced(pipe, microbatches) for _ in range(2))
         found.append(Cut(name, cut, *predicted(pipe.plan, cut, costs), spans))
     return found
 
