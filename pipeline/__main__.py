@@ -27,12 +27,13 @@ from collectives.saved import Saved, saving
 from collectives.timeline import Span
 from pipeline import sleeping, study
 from pipeline.check import check
-from pipeline.executor import Microbatch, Pipeline
+from pipeline.executor import Pipeline
 from pipeline.links import connect
 from pipeline.partition import even
 from pipeline.picture import bubble, planned, step_time
 from pipeline.plan import Plan
 from pipeline.program import Message
+from pipeline.run import Microbatch
 from pipeline.schedules import SCHEDULES, schedule
 from pipeline.simulate import Simulated, alike, simulate
 from pipeline.sleeping import NAP, B, D, T

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from collectives import comm
 from collectives.timeline import Span, Timeline
-from pipeline.executor import NAMES
+from pipeline.plan import NAMES
 from pipeline.simulate import Simulated
 
 

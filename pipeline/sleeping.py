@@ -19,8 +19,9 @@ from collectives import comm, demo
 from collectives.demo import Demo
 from collectives.timeline import Span, Timeline
 from collectives.watch import Watcher, watching
-from pipeline.executor import Microbatch, Pipeline
+from pipeline.executor import Pipeline
 from pipeline.picture import gathered, measured, step_time
+from pipeline.run import Microbatch
 
 B, T, D, HIDDEN, VOCAB, IGNORED = 4, 16, 64, 128, 211, -100
 NAP = 0.012  # seconds that a block sleeps in each of F, I and W

@@ -19,11 +19,12 @@ from collectives.demo import Demo
 from collectives.runtime import Runtime
 from collectives.timeline import Span
 from pipeline import sleeping
-from pipeline.executor import Microbatch, Pipeline
+from pipeline.executor import Pipeline
 from pipeline.links import connect
 from pipeline.partition import Cost, even, measure, partition
 from pipeline.picture import planned, step_time
 from pipeline.plan import Plan
+from pipeline.run import Microbatch
 from pipeline.schedules import schedule
 from pipeline.simulate import Simulated, Times, simulate
 

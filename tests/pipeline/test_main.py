@@ -8,18 +8,18 @@ import torch
 
 from collectives.demo import Demo
 from pipeline import __main__ as command
-from pipeline import executor, schedule, sleeping, study
+from pipeline import executor, run, schedule, sleeping, study
 from pipeline.partition import Cost, even, partition
 
-true_step, true_run, true_send = executor.Pipeline.step, executor.Pipeline._run, executor._Run.send
-true_backward, true_forward = executor._Run._backward, sleeping.Block.forward
+true_step, true_run, true_send = executor.Pipeline.step, executor.Pipeline._run, run.Run.send
+true_backward, true_forward = run.Run._backward, sleeping.Block.forward
 backward = torch.autograd.backward
 
 
 def with_other_labels(pipe, microbatches):
     """Each microbatch has the labels of the one before."""
     targets = [each.target for each in (microbatches[-1], *microbatches)]
-    return true_step(pipe, [executor.Microbatch(each.args, target=targets[m]) for m, each in enumerate(microbatches)])
+    return true_step(pipe, [run.Microbatch(each.args, target=targets[m]) for m, each in enumerate(microbatches)])
 
 
 def sends_no_gradient(run, message):
@@ -51,10 +51,10 @@ def keeps_longer(run, stage, m):
 FAULTS = {
     "": (),
     "labels": (executor.Pipeline, "step", with_other_labels),
-    "gradient": (executor._Run, "send", sends_no_gradient),
+    "gradient": (run.Run, "send", sends_no_gradient),
     "descriptions": (executor.Pipeline, "_run", describes_always),
     "more": (sleeping.Block, "forward", keeps_more),
-    "longer": (executor._Run, "_backward", keeps_longer),
+    "longer": (run.Run, "_backward", keeps_longer),
     "checker": (command, "check", lambda plan, channel: None),
 }
 
