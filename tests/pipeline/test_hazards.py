@@ -24,6 +24,7 @@ from tests.pipeline.training import (
     trained,
     worst,
 )
+from tests.pipeline.wide import check_runs
 
 ONCE = Recipe(steps=1)
 
@@ -42,6 +43,26 @@ def test_T100_fewer_microbatches_than_stages(pool):
 def test_T100_dualpipe_says_which_numbers_it_can():
     with pytest.raises(ValueError, match=r"ranks=4, microbatches=3 must be even; use dualpipe_v"):
         schedule("dualpipe", 4, 3)
+
+
+T101 = [(name, v, ranks) for name, v in EVERY_SCHEDULE for ranks in (2, 4)]
+OFTEN = [("1f1b", 1, 4), ("interleaved", 2, 2), ("interleaved", 3, 2), ("zbv", 2, 4)]
+
+
+@pytest.mark.parametrize(
+    ("name", "virtual", "ranks"),
+    [*OFTEN, *(pytest.param(*each, marks=pytest.mark.drill) for each in T101 if each not in OFTEN)],
+)
+def test_T101_slow_ranks_and_large_messages(pool, name, virtual, ranks):
+    check_runs(pool, [schedule(name, ranks, 2 * ranks, virtual)], 0.01, timeout=60)
+
+
+@pytest.mark.drill
+@pytest.mark.parametrize(("name", "virtual", "ranks"), T101)
+def test_T101_any_number_of_microbatches(pool, name, virtual, ranks):
+    for microbatches in range(2, 10):
+        if possible(Case(name, virtual, ranks, microbatches)):
+            check_runs(pool, [schedule(name, ranks, microbatches, virtual)], 0.05, timeout=30)
 
 
 def test_T102_microbatches_and_layers_that_do_not_divide(pool):

@@ -124,9 +124,9 @@ def test_bytes_of_layers(chain):
 
 def test_times_of_layers(chain):
     """The head has 64 times the columns of the linear layer."""
-    _, linear, _, head, loss = measure(chain, torch.randint(VOCABULARY, (ROWS,)))
-    assert head.forward > 5 * linear.forward > 0
-    assert head.backward > 5 * linear.backward > 0
+    _, linear, _, head, loss = measure(chain, torch.randint(VOCABULARY, (ROWS,)), repeats=9)
+    assert head.forward > 3 * linear.forward > 0
+    assert head.backward > 3 * linear.backward > 0
     assert loss.forward > 0 < loss.backward
 
 

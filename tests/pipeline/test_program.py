@@ -1,5 +1,6 @@
 """Programs: what a rank posts and waits for between its actions."""
 
+import functools
 import random
 from collections import defaultdict
 from itertools import chain, product
@@ -8,11 +9,12 @@ import pytest
 
 from pipeline import SCHEDULES, Plan, schedule
 from pipeline.forward_only import forward_only
-from pipeline.program import Message, Step, one_a_direction, program
+from pipeline.program import Message, Step, one_a_direction, program, programs
 from tests.pipeline.following import messages
 from tests.pipeline.plans import random_plan
 
 
+@functools.cache
 def plans() -> list[Plan]:
     numbers = [(name, P, M) for name, P, M in product(SCHEDULES, (1, 2, 3, 4), (1, 2, 5, 8))]
     chosen = [schedule(*each) for each in numbers if each[0] != "dualpipe" or each[1] % 2 == each[2] % 2 == 0]
@@ -30,6 +32,7 @@ def told(step: Step) -> str:
 def test_program_of_1f1b():
     """A receive is posted one action ahead of its use; a gradient is a receipt for the activation."""
     plan = schedule("1f1b", 2, 3)
+    assert programs(plan) == [program(plan, rank) for rank in range(2)]
     assert [told(step) for step in program(plan, 0)] == [
         *("F0", "send a0", "receive g0", "F1", "send a1"),
         *("wait g0", "settle a0", "B0", "receive g1", "F2", "send a2"),
@@ -42,9 +45,18 @@ def test_program_of_1f1b():
     ]
 
 
+def test_program_of_two_stages_a_rank():
+    """What a peer makes of a message at once is a receipt for it."""
+    assert [told(step) for step in program(schedule("layer_wise", 2, 1, 2), 0)] == [
+        *("receive a0", "F0", "send a0", "wait a0", "settle a0", "F0", "send a0"),
+        *("receive g0", "receive g0", "wait g0", "settle a0", "B0", "send g0"),
+        *("wait g0", "settle g0", "B0"),
+    ]
+
+
 def test_every_message_is_posted_once_at_both_ends_in_one_order():
     for plan in plans():
-        steps = [program(plan, rank) for rank in range(plan.ranks)]
+        steps = programs(plan)
         orders = {verb: defaultdict(list) for verb in ("send", "receive", "wait", "settle")}
         for rank, own in enumerate(steps):
             assert [step.what for step in own if step.verb == "run"] == list(plan.actions[rank])
@@ -60,8 +72,7 @@ def test_every_message_is_posted_once_at_both_ends_in_one_order():
 def test_what_is_used_is_there_and_what_is_sent_is_made():
     """At each end: receive, wait, use; make, send, settle."""
     for plan in plans():
-        for rank in range(plan.ranks):
-            steps = program(plan, rank)
+        for steps in programs(plan):
             at = {step: i for i, step in enumerate(steps)}
             runs = {step.what: i for i, step in enumerate(steps) if step.verb == "run"}
             made = {plan.result(action): i for action, i in runs.items()}
@@ -76,8 +87,7 @@ def test_what_is_used_is_there_and_what_is_sent_is_made():
 def test_receives_are_posted_one_action_ahead():
     """Unless the action before is the forward that a gradient belongs to, from which its shape is known."""
     for plan in plans():
-        for rank in range(plan.ranks):
-            steps, actions = program(plan, rank), plan.actions[rank]
+        for steps, actions in zip(programs(plan), plan.actions, strict=True):
             run_of = [i for i, step in enumerate(steps) if step.verb == "run"]
             for i, step in enumerate(steps):
                 if step.verb == "receive":
@@ -95,12 +105,12 @@ def timed(plan: Plan, seed: int) -> list[tuple[Message, float, float, bool]]:
     message has passed, whether the rank has an action to run after it.
     """
     draw = random.Random(seed)
-    programs = [program(plan, rank) for rank in range(plan.ranks)]
+    steps_of = programs(plan)
     at, clock = [0] * plan.ranks, [0.0] * plan.ranks
     posted, passed, reached = defaultdict(dict), {}, []
-    while any(i < len(steps) for i, steps in zip(at, programs, strict=True)):
+    while any(i < len(steps) for i, steps in zip(at, steps_of, strict=True)):
         before = list(at)
-        for rank, steps in enumerate(programs):
+        for rank, steps in enumerate(steps_of):
             while at[rank] < len(steps):
                 verb, what = steps[at[rank]]
                 if verb in ("send", "receive"):

@@ -40,8 +40,8 @@ def test_plans_of_every_size(plans):
 
 def test_disturbed_plans_are_refused_if_and_only_if_they_cannot_run(plans):
     verdicts = []
-    for seed, plan in enumerate(plans):
+    for seed, plan in enumerate(plans[:400]):
         changed = disturbed(plan, seed)
         verdicts.append(accepted(changed))
         assert verdicts[-1] == can_run(changed), changed.name
-    assert 300 < sum(verdicts) < 700
+    assert 100 < sum(verdicts) < 300
