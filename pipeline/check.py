@@ -13,7 +13,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Hashable
 
 from pipeline.plan import Action, Plan, Result
-from pipeline.program import Message, Step, one_a_direction, program
+from pipeline.program import Message, Step, one_a_direction, programs
 
 
 def check(plan: Plan, channel: Callable[[Message], Hashable] = one_a_direction) -> None:
@@ -71,7 +71,7 @@ class _Rank:
 
 
 def _check_ends(plan: Plan, channel: Callable[[Message], Hashable]) -> None:
-    ranks = [_Rank(program(plan, rank)) for rank in range(plan.ranks)]
+    ranks = [_Rank(steps) for steps in programs(plan)]
     queues: dict[tuple[Hashable, int], deque[Message]] = defaultdict(deque)  # what a rank has posted, by its channels
     passed: set[Message] = set()
     moved = True

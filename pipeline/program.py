@@ -15,7 +15,7 @@ only sends and the other only receives. On one group for both, a send stands beh
 """
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from pipeline.plan import Action, Plan, Result
@@ -58,12 +58,25 @@ def message_to(plan: Plan, action: Action) -> Message | None:
 
 def program(plan: Plan, rank: int) -> list[Step]:
     """All that a rank does in a step."""
-    return list(_program(plan, rank))
+    return list(_program(plan.actions[rank], plan, _messages(plan)))
 
 
-def _program(plan: Plan, rank: int) -> Iterator[Step]:
-    made_at, used_at, outgoing = _messages(plan)
-    actions = plan.actions[rank]
+def programs(plan: Plan) -> list[list[Step]]:
+    """Those of all ranks."""
+    messages = _messages(plan)
+    return [list(_program(actions, plan, messages)) for actions in plan.actions]
+
+
+class _Messages(NamedTuple):
+    """All messages of a step. Places are those of actions in their rank's order."""
+
+    made_at: dict[Message, int]
+    used_at: dict[Message, int]
+    outgoing: dict[Action, Message]  # what an action makes for another rank
+
+
+def _program(actions: Sequence[Action], plan: Plan, messages: _Messages) -> Iterator[Step]:
+    made_at, used_at, outgoing = messages
     posted: set[Message] = set()
     unsettled: dict[int, list[Message]] = defaultdict(list)  # by peer
     for i, action in enumerate(actions):
@@ -89,10 +102,7 @@ def _program(plan: Plan, rank: int) -> Iterator[Step]:
         yield from (Step("settle", message) for message in sent)
 
 
-def _messages(plan: Plan) -> tuple[dict[Message, int], dict[Message, int], dict[Action, Message]]:
-    """Of each message the place, in its rank's order, of the action that makes it and of the one that uses it; and the
-    message that an action makes.
-    """
+def _messages(plan: Plan) -> _Messages:
     makers = {plan.result(action): (i, action) for actions in plan.actions for i, action in enumerate(actions)}
     made_at, used_at, outgoing = {}, {}, {}
     for actions in plan.actions:
@@ -100,4 +110,4 @@ def _messages(plan: Plan) -> tuple[dict[Message, int], dict[Message, int], dict[
             if (message := message_to(plan, action)) is not None:
                 made_at[message], maker = makers[message.result]
                 used_at[message], outgoing[maker] = i, message
-    return made_at, used_at, outgoing
+    return _Messages(made_at, used_at, outgoing)

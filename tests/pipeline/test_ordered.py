@@ -11,7 +11,7 @@ import torch
 
 from collectives import comm
 from collectives.algorithms import direct
-from pipeline import Pipeline, check, connect, executor, links, schedule
+from pipeline import Pipeline, check, connect, links, run, schedule
 from pipeline.program import one_a_direction
 from tests import ordered
 from tests.pipeline import models
@@ -111,7 +111,7 @@ def sent_backwards(run, message):
     tensors[0].detach().zero_()
 
 
-true_send = executor._Run.send
+true_send = run.Run.send
 
 
 def one_group(message):
@@ -129,7 +129,7 @@ def one_group(message):
 def test_a_careless_executor_shows(name, fault, told):
     with (
         written_out(),
-        mock.patch.object(executor._Run, name, fault),
+        mock.patch.object(run.Run, name, fault),
         pytest.raises(ordered.Refused, match=told),
     ):
         ordered.run(2, steps, Case("1f1b", 1, 2, 3))

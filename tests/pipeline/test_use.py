@@ -211,14 +211,14 @@ def refused(run, mistake):
 @pytest.mark.parametrize(
     ("mistake", "told"),
     [
-        ("microbatches", "1f1b has 3 microbatches, 2 were given: make another plan"),
-        ("no args", "microbatch 1 has no args, and the first stage is here"),
+        ("microbatches", "1f1b has 3 microbatches, 2 were given: give as many, or make another plan"),
+        ("no args", "microbatch 1 has no args, and a first stage is here"),
         ("evaluated microbatches", "give the same number on every rank"),
         ("another plan", "the ranks have different plans"),
         ("another order", "the ranks have different plans"),
         ("plan of more ranks", "the group has"),
         ("wrong stage", "given stages"),
-        ("no loss", "a last stage needs a loss"),
+        ("no loss", "there is no loss, and a last stage is here: give loss="),
     ],
 )
 def test_a_mistake_of_one_rank_is_told_to_all(pool, ranks, mistake, told):
