@@ -8,17 +8,18 @@ import pytest
 import torch
 
 from pipeline import backward, executor
-from pipeline.executor import Pipeline, _Run
+from pipeline.executor import Pipeline
 from pipeline.plan import Result
 from pipeline.program import program
+from pipeline.run import Run
 from tests.pipeline import training
 from tests.pipeline.test_memory import peaks
 from tests.pipeline.training import Case, Recipe, trained, worst
 from tests.pool import RankFailed
 
 RECIPE = Recipe(steps=3, rows=(2, 2, 2), tied=True)
-wait, settle, end, hand_back = _Run.wait, _Run.settle, _Run._end, _Run._hand_back
-forward, input_, weight = _Run._forward, _Run._input, _Run._weight
+wait, settle, end, hand_back = Run.wait, Run.settle, Run._end, Run._hand_back
+forward, input_, weight = Run._forward, Run._input, Run._weight
 add, agreed = backward.add, Pipeline._agreed
 
 
@@ -74,14 +75,14 @@ def half_of_the_outputs(run, stage, m, live, grads):
 
 
 FAULTS = {
-    "a gradient is lost": ("1f1b", mock.patch.object, _Run, "wait", lost_gradient),
-    "labels of another microbatch": ("1f1b", mock.patch.object, _Run, "_end", other_labels),
-    "rows of another microbatch": ("gpipe", mock.patch.object, _Run, "_forward", other_rows),
-    "a W is left out": ("zb_h1", mock.patch.object, _Run, "_weight", no_weights),
+    "a gradient is lost": ("1f1b", mock.patch.object, Run, "wait", lost_gradient),
+    "labels of another microbatch": ("1f1b", mock.patch.object, Run, "_end", other_labels),
+    "rows of another microbatch": ("gpipe", mock.patch.object, Run, "_forward", other_rows),
+    "a W is left out": ("zb_h1", mock.patch.object, Run, "_weight", no_weights),
     "a gradient is added twice": ("zb_h1", mock.patch.object, backward, "add", added_twice),
     "receives are crossed": ("gpipe", mock.patch.object, executor, "program", crossed_receives),
     "a tied weight is not summed": ("1f1b", mock.patch.object, training, "sum_partials", no_sum),
-    "one gradient of several goes back": ("1f1b", mock.patch.object, _Run, "_hand_back", half_of_the_outputs),
+    "one gradient of several goes back": ("1f1b", mock.patch.object, Run, "_hand_back", half_of_the_outputs),
 }
 
 
@@ -103,9 +104,9 @@ def test_parity_sees_it(pool, fault):
         assert worst(pool.run(2, with_fault, case, fault), case, RECIPE) <= 1
 
 
-def one_kind_of_step(pipe, plan, microbatches):
+def one_kind_of_step(pipe, plan, microbatches, loss):
     """Shapes that have changed are taken for those of before."""
-    return plan.name, len(microbatches), bool(agreed(pipe, plan, microbatches))
+    return plan.name, len(microbatches), bool(agreed(pipe, plan, microbatches, loss))
 
 
 def changing(run):
@@ -138,7 +139,7 @@ KEPT = {"messages": ("settle", kept_messages), "a graph": ("_input", kept_graph)
 
 
 def with_leak(run, name):
-    with mock.patch.object(_Run, *KEPT[name]):
+    with mock.patch.object(Run, *KEPT[name]):
         return peaks(run, "zb_h1", 1, 12)
 
 
