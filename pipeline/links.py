@@ -72,7 +72,9 @@ class Outgoing:
     def __init__(self, tensors: Sequence[Tensor], group: dist.ProcessGroup, told: Kinds | None):
         peer = 1 - group.rank()
         with about("description"):
-            self.works = [p2p.isend(part, peer, group=group) for part in (_encoded(told, tensors) if told else ())]
+            self.works = [
+                p2p.isend(part, peer, group=group) for part in (() if told is None else _encoded(told, tensors))
+            ]
         self.works.append(p2p.exchange([(tensor, peer) for tensor in tensors], [], group=group))
 
     def settle(self) -> None:

@@ -33,7 +33,7 @@ def compare(pool, way, microbatches, seconds):
 
 
 def test_a_step_takes_as_long_as_simulated(pool):
-    compare(pool, ("zbv", 2), 4, 0.06)
+    compare(pool, ("zbv", 2), 4, 0.08)
 
 
 WAYS = [("layer_wise", 1), ("gpipe", 1), *(way for way in EVERY_SCHEDULE if way[0] not in ("layer_wise", "gpipe"))]
@@ -48,7 +48,7 @@ def test_every_schedule_takes_as_long_as_simulated(pool, way, microbatches):
 
 # -- partition ---------------------------------------------------------------------------------------------------------
 
-EIGHT = (0.01, 0.03, 0.03, 0.03, 0.03, 0.03, 0.03, 0.09)  # seconds of F, of I and of W: an embedding, blocks, a head
+EIGHT = (0.01, 0.02, 0.02, 0.02, 0.02, 0.02, 0.02, 0.06)  # seconds of F, of I and of W: an embedding, blocks, a head
 
 
 def layers_of(cut):
@@ -60,7 +60,7 @@ def test_the_even_cut_loses_a_tenth_of_the_step_to_the_best_one(pool):
     costs = measure([Layer(*[seconds] * 3) for seconds in EIGHT], torch.ones(1), repeats=1)
     best, usual, times = partition(costs, RANKS), even(len(EIGHT), RANKS), {}
     assert best == [range(0, 3), range(3, 5), range(5, 7), range(7, 8)]
-    plan = schedule("1f1b", RANKS, 6)
+    plan = schedule("1f1b", RANKS, 5)
     for name, cut in (("even", usual), ("best", best)):
         seconds = [sum(EIGHT[i] for i in layers) for layers in cut]
         simulated = simulate(plan, Times(seconds, seconds, seconds))

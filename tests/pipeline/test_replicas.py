@@ -76,6 +76,7 @@ def trained(run, name, strategy, tied, settings):
     first = REPLICAS[run.rank // 2].index(run.rank) * MICROBATCHES
     for step in range(RECIPE.steps):
         optimizer.zero_grad()
+        pipe.evaluate(microbatches_of([1, 2], 7))  # which leaves nothing behind
         with recording() as recorder:
             losses = pipe.step(microbatches_of(SIZES, step)[first : first + MICROBATCHES])
             handle.finish()
