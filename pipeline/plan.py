@@ -19,6 +19,8 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import NamedTuple
 
+NAMES = MappingProxyType({"F": "forward", "B": "backward", "I": "input", "W": "weight"})
+
 
 class Action(NamedTuple):
     """A microbatch in a stage. paired: it may run at the same time as the action behind it (DualPipe's overlap of a

@@ -37,7 +37,7 @@ def test_step_time_and_bubble_are_those_of_the_simulator(name):
 def test_spans_of_a_run():
     own = [[Span("compute", "forward 0.0", 1, 2), Span("waits", "", 2, 5)], [Span("compute", "forward 1.0", 2, 4)]]
     spans = measured(own)
-    assert spans == [Span("rank  0", "forward 0.0", 1, 2), Span("rank  1", "forward 1.0", 2, 4)]
+    assert spans == [Span("rank  0", "forward 0.0", 0, 1), Span("rank  1", "forward 1.0", 1, 3)]
     assert (step_time(spans), bubble(spans)) == (3, 0.5)
 
 
