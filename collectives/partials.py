@@ -37,7 +37,7 @@ def sum_partials(params: Iterable[nn.Parameter], labels: Sequence[str]) -> None:
                 buckets[param.held.sums[label], param.dtype, param.device].append(param)
         for (group, *_), members in buckets.items():
             if group.size() > 1:
-                _sum(members, group)
+                _sum(sorted(members, key=lambda param: param.held.name), group)  # each rank may list them its way
 
 
 def _sum(params: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:

@@ -54,6 +54,14 @@ class Replica:
         finally:
             self.syncing = before
 
+    @contextlib.contextmanager
+    def deferring(self) -> Iterator[None]:
+        """Around all microbatches of a step, in whatever order a pipeline runs them: gradients add up, and none is
+        reduced before `reduce` or `finish`.
+        """
+        with self.no_sync():
+            yield
+
     def finish(self) -> None:
         """Once a step. Before: each `p.grad` is this rank's own, summed over its microbatches, or on its way. After: it
         is the sum (or mean) over the group, and every buffer is that of the group's rank 0.

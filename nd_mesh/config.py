@@ -18,6 +18,8 @@ from typing import Any, Literal
 
 import numpy as np
 
+from pipeline import Plan, schedule
+from pipeline.partition import even
 from tensor_parallel import cut
 
 
@@ -109,6 +111,13 @@ class ParallelConfig(_Strict):
     # for backward is their piece of it, or all
     sequence: bool = False
     save_gathered: bool = False
+    # over pp (pipeline/): the schedule; stages a rank, 0 for what it is known for; blocks of each stage, by default as
+    # even as can be; gradients of fsdp and zero3 reduced after each microbatch, not once a step. There reshard
+    # frees a stage's weights when the rank turns to another of its stages
+    schedule: Literal["layer_wise", "gpipe", "1f1b", "interleaved", "zb_h1", "zbv", "dualpipe_v"] = "1f1b"
+    virtual: int = 0
+    stage_layers: tuple[int, ...] = ()
+    reduce_each: bool = False
     recompute: tuple[str, ...] = ()  # what runs forward again in backward: "block", or some of its parts, as "attend"
 
 
@@ -194,7 +203,7 @@ def check(config: Config, world: int) -> None:
     """Raise ConfigError for what cannot run on `world` ranks: the first mistake, with its remedy."""
     mistakes = [*_out_of_range(config), *_mesh_mistakes(config.mesh, world)]
     mistakes += [*_strategy_mistakes(config), *_model_mistakes(config.model)]
-    for mistake in mistakes or _tensor_mistakes(config):
+    for mistake in mistakes or [*_tensor_mistakes(config), *_pipeline_mistakes(config)]:
         raise ConfigError(mistake)
 
 
@@ -207,7 +216,14 @@ _TOO_LARGE = 2**31
 RECOMPUTED = ("block", "attend_norm", "q", "k", "v", "attend", "o", "attend_drop", "ffn_norm", "ffn", "ffn_drop")
 _NOT_NEGATIVE = (
     *("train.lr", "train.warmup", "train.min_lr", "train.weight_decay"),
-    *("train.clip", "train.evaluate_every", "train.save_every", "train.sample", "parallel.prefetch"),
+    *(
+        "train.clip",
+        "train.evaluate_every",
+        "train.save_every",
+        "train.sample",
+        "parallel.prefetch",
+        "parallel.virtual",
+    ),
     *("checkpoint.keep_last", "checkpoint.keep_every", "checkpoint.writers", "checkpoint.bandwidth"),
 )
 
@@ -246,8 +262,8 @@ def _mesh_mistakes(mesh: MeshConfig, world: int) -> Iterator[str]:
         product = " × ".join(f"{axis} {size}" for axis, size in sizes.items())
         yield f"the mesh {product} makes {ranks} ranks, but {world} are started: change [mesh] or --nproc-per-node"
     for axis, size in {**sizes, "ep": mesh.ep}.items():
-        if size > 1 and axis not in ("dp", "fsdp", "tp"):
-            yield f"mesh.{axis}={size}: there is no strategy for {axis} yet; use mesh.{axis}=1, or dp, fsdp, tp"
+        if size > 1 and axis not in ("pp", "dp", "fsdp", "tp"):
+            yield f"mesh.{axis}={size}: there is no strategy for {axis} yet; use mesh.{axis}=1, or pp, dp, fsdp, tp"
 
 
 def _strategy_mistakes(config: Config) -> Iterator[str]:
@@ -291,6 +307,40 @@ def _tensor_mistakes(config: Config) -> Iterator[str]:
     fine = [tp for tp in cut.divisors(model.heads) if not any(reasons(tp))]
     for reason in reasons(config.mesh.tp):
         yield f"mesh.tp={config.mesh.tp} {reason}; use a tp of {cut.listed(fine)}"
+
+
+def pipeline_plan(config: Config) -> Plan:
+    """What each rank of a pipeline does. Raises ValueError for numbers that the schedule cannot do."""
+    parallel = config.parallel
+    return schedule(parallel.schedule, config.mesh.pp, config.train.microbatches, parallel.virtual or None)
+
+
+def layers_of_stages(config: Config, plan: Plan) -> list[range]:
+    """The blocks of each stage, by their numbers."""
+    counts = config.parallel.stage_layers or [len(each) for each in even(config.model.layers, plan.stages)]
+    return [range(sum(counts[:stage]), sum(counts[: stage + 1])) for stage in range(plan.stages)]
+
+
+def _pipeline_mistakes(config: Config) -> Iterator[str]:
+    parallel, pp = config.parallel, config.mesh.pp
+    if pp == 1:
+        for name in ("virtual", "stage_layers", "reduce_each"):
+            if getattr(parallel, name):
+                yield f"parallel.{name} is of a pipeline: leave it out, or use mesh.pp"
+        return
+    try:
+        plan = pipeline_plan(config)
+    except ValueError as error:
+        yield f"parallel.schedule={parallel.schedule}: {error}"
+        return
+    counts, named = [len(each) for each in layers_of_stages(config, plan)], list(parallel.stage_layers)
+    if named and (len(named) != plan.stages or sum(named) != config.model.layers or min(named) < 0):
+        yield (
+            f"parallel.stage_layers={named} must be {plan.stages} numbers, the blocks of each stage, that make "
+            f"model.layers={config.model.layers}"
+        )
+    elif not named and 0 in counts[1:-1]:
+        yield f"model.layers={config.model.layers} are too few for {plan.stages} stages; use more, or fewer stages"
 
 
 def _explain(error: Mapping[str, Any]) -> str:

@@ -15,9 +15,10 @@ from collectives.ledger import Ledger
 from collectives.runtime import Runtime
 from collectives.watch import Watcher, watching
 from nd_mesh import data, folder, metrics
-from nd_mesh.config import Config
+from nd_mesh.config import Config, layers_of_stages
 from nd_mesh.mesh import AXES
 from nd_mesh.sample import generate
+from nd_mesh.stages import Stages
 from nd_mesh.train import Trainer
 
 
@@ -52,6 +53,7 @@ def train(config: Config, training: data.Stream, validation: data.Stream, run: R
         report.say(f"bigram model of the same split {baseline:.4f}")
     if config.data.format == "text":
         prompt, settings = list(config.train.prompt.encode()), {"context": config.data.context, "vocab": 256}
+        settings["device"] = run.device
         settings["multiple"] = config.mesh.tp if config.parallel.sequence else 1
         tokens = generate(trainer.model, prompt, config.train.sample, seed=config.train.seed, **settings)
         report.sample(bytes(tokens).decode(errors="replace"))
@@ -110,6 +112,9 @@ def describe(trainer: Trainer) -> list[str]:
         f"{config.train.batch} rows of {config.data.context} tokens a step, {config.train.steps} steps: "
         f"{config.train.steps * config.train.batch / stream.samples:.2f} epochs",
     ]
+    if isinstance(trainer.model, Stages):
+        plan, blocks = trainer.model.plan, [len(layers) for layers in layers_of_stages(config, trainer.model.plan)]
+        lines.append(f"pipeline {plan.name}: {plan.stages} stages of {blocks} blocks, {plan.microbatches} microbatches")
     parts = trainer.mesh.size("batch")
     if config.train.batch % (parts * config.train.microbatches):
         shares = [len(data.deal(range(config.train.batch), parts, part)) for part in range(parts)]

@@ -19,10 +19,15 @@ from collectives import layout, rng
 from collectives.replicas import Replica
 from ddp import bucketed, naive, overlapped
 from fsdp import fully_shard
-from nd_mesh.config import Config, ParallelConfig
+from fsdp.sharded import FullySharded
+from nd_mesh.config import Config, ParallelConfig, layers_of_stages, pipeline_plan
 from nd_mesh.mesh import Mesh
 from nd_mesh.model import GPT, IGNORE, Where
 from nd_mesh.recompute import Recomputed, chosen, recompute
+from nd_mesh.stages import Stages
+from pipeline import Pipeline, connect
+from pipeline.links import Links
+from pipeline.ties import TIE, tie, tie_group
 from tensor_parallel import Column, KeyValue, Row, Stream, Vocabulary, cut, vocab_parallel_cross_entropy
 from zero import stage1, stage2, stage3
 
@@ -30,64 +35,105 @@ DATA_STRATEGIES = {  # over dp alone
     **{"auto": overlapped.wrap, "naive": naive.wrap, "bucketed": bucketed.wrap, "overlapped": overlapped.wrap},
     **{"zero1": stage1.wrap, "zero2": stage2.wrap, "zero3": stage3.wrap},
 }
-PARTIAL = ("kv", "tp")  # labels of the sums that come after those over data, in this order
+PARTIAL = ("kv", "tp", TIE)  # labels of the sums that come after those over data, in this order
 
 
-def parallelize(model: GPT, config: Config, mesh: Mesh, device: torch.device) -> tuple[Replica, Recomputed]:
-    """Turn a model on the meta device into this rank's part of it, in place, initialised; returns the data strategy's
-    handle, and the count of what recomputation runs again.
+def parallelize(
+    model: GPT, config: Config, mesh: Mesh, device: torch.device
+) -> tuple[GPT | Stages, Replica, Recomputed]:
+    """Turn a model on the meta device into this rank's part of it, initialised. Returns that part, which is the model
+    itself or stages of it; the data strategy's handle; and the count of what recomputation runs again.
     """
-    # 1. Every parameter gets its declaration while it is whole.
+    # 1. Every parameter gets its declaration while it is whole, under the name that it has on any mesh.
     layout.declare(model, model.init_rule, model.decay_rule)
     for param in model.parameters():
         param.held.sums = {axis: mesh.group(axis) for axis in ("dp", "fsdp", "cp")}  # each rank sees part of the tokens
 
-    # 2. Tensor parallelism cuts matrices, in place: a shared one stays shared. From here on a rank has a piece.
+    # 2. A pipeline's rank keeps its stages; what comes now sees them alone.
+    links = {}
+    if mesh.size("pp") > 1:
+        model, links = split_stages(model, config, mesh)
+
+    # 3. Tensor parallelism cuts matrices, in place: a shared one stays shared. From here on a rank has a piece.
     if mesh.size("tp") > 1:
         cut_tensors(model, config, mesh)
 
-    # 3. Who holds the same now, so that the data strategy cuts copies at the same places.
+    # 4. Who holds the same now, so that the data strategy cuts copies at the same places.
     layout.check(model.parameters(), mesh.run.world)
 
-    # 4. Recomputation replaces the forward of modules: the data strategy's hooks then sit outside of what runs again.
+    # 5. Recomputation replaces the forward of modules: the data strategy's hooks then sit outside of what runs again.
     recomputed = recompute(chosen(model, config.parallel.recompute))
 
-    # 5. The data strategy: it comes last of those that cut, since it allocates what is left.
+    # 6. The data strategy: it comes last of those that cut, since it allocates what is left.
     handle = data_parallel(model, config.parallel, mesh, device)
 
-    # 6. Initial values: a function of the seed, the name and the box. Each owner makes its own; then all have them.
+    # 7. Initial values: a function of the seed, the name and the box. Each owner makes its own; then all have them.
     for param in handle.parameters():
         rng.fill(param, config.train.seed)
     handle.after_load()
     layout.check(handle.parameters(), mesh.run.world)
-    return handle, recomputed
+
+    # 8. The pipeline runs the stages, and asks the data strategy for their weights.
+    if isinstance(model, Stages):
+        model.pipe = pipelined(model, config.parallel, mesh, handle, links)
+    return model, handle, recomputed
 
 
-def plan(model: GPT, kv_group: dist.ProcessGroup | None) -> Mapping[str, tensor_parallel.Role]:
+def split_stages(model: GPT, config: Config, mesh: Mesh) -> tuple[Stages, Links]:
+    """This rank's stages, and the links to its neighbours. Where a tied weight has two copies they are one sum."""
+    plan, pipelines = pipeline_plan(config), mesh.grid.groups("pp")
+    links = connect(plan, pipelines, mesh.run.new_group)
+    stages = Stages(model, plan, mesh.rank("pp"), layers_of_stages(config, plan))
+    group = tie_group(plan, pipelines, mesh.run.new_group) if config.model.tied else None
+    if group is not None:
+        tie(model.embed.weight, group)
+    return stages, links
+
+
+def pipelined(stages: Stages, parallel: ParallelConfig, mesh: Mesh, handle: Replica, links: Links) -> Pipeline:
+    """The pipeline through this rank's stages."""
+    ends = (0, stages.plan.stages - 1)
+    # FSDP has what is no block in a unit of its own, since a tied weight is in both ends.
+    more = [stages.ends] if isinstance(handle, FullySharded) else []
+    units = {number: [stage, *(more if number in ends else [])] for number, stage in stages.stages.items()}
+    words = {"open": "action" if parallel.reshard else "step", "reduce": "action" if parallel.reduce_each else "step"}
+    settings = {"handle": handle, "units": units, "device": mesh.run.device, **words}
+    return Pipeline(stages.plan, stages.stages, links, mesh.group("pp"), **settings)
+
+
+def plan(model: GPT | Stages, kv_group: dist.ProcessGroup | None) -> Mapping[str, tensor_parallel.Role]:
     """Which module has which role: columns, and the row that closes their region, in the order in which they run."""
     config = model.config
     keys = KeyValue(config.kv_heads, config.heads, kv_group)
-    return {
-        "embed": Vocabulary(),
-        "blocks.*.attend_norm": Stream(),
-        **{"blocks.*.q": Column((config.heads,)), "blocks.*.k": keys, "blocks.*.v": keys, "blocks.*.o": Row()},
-        "blocks.*.ffn_norm": Stream(),
-        **{"blocks.*.ffn.gate": Column(), "blocks.*.ffn.up": Column(), "blocks.*.ffn.down": Row()},
-        "norm": Stream(),
-        "head": Vocabulary(),
+    block = {
+        "attend_norm": Stream(),
+        **{"q": Column((config.heads,)), "k": keys, "v": keys, "o": Row()},
+        "ffn_norm": Stream(),
+        **{"ffn.gate": Column(), "ffn.up": Column(), "ffn.down": Row()},
     }
+    blocks = {f"blocks.*.{name}": role for name, role in block.items()} if model.blocks else {}
+    ends = {"embed": Vocabulary(), "norm": Stream(), "head": Vocabulary()}
+    if isinstance(model, Stages):
+        ends = {f"ends.{name}": role for name, role in ends.items() if name in model.ends}
+    return blocks | ends
 
 
-def cut_tensors(model: GPT, config: Config, mesh: Mesh) -> None:
+def cut_tensors(model: GPT | Stages, config: Config, mesh: Mesh) -> None:
     """Each rank of tp keeps its heads, its channels of the feed-forward network, its part of the vocabulary; with
     sequence parallelism its tokens of the residual stream too.
     """
     group, parallel = mesh.group("tp"), config.parallel
     modes = {"sequence_parallel": parallel.sequence, "save_gathered": parallel.save_gathered}
     tensor_parallel.parallelize(model, plan(model, kv_group(model, mesh)), group, **modes)
-    if parallel.sequence:
-        model.register_forward_pre_hook(narrow_stream(group))
+    parts = model.stages.values() if isinstance(model, Stages) else [model]
+    for part in parts:
+        if parallel.sequence:
+            part.register_forward_pre_hook(narrow_stream(group), with_kwargs=True)
+        if hasattr(part, "head"):
+            _cut_loss(part, group)
 
+
+def _cut_loss(model: GPT, group: dist.ProcessGroup) -> None:
     def loss(hidden: Tensor, labels: Tensor) -> Tensor:
         logits = model.head(hidden)  # [B, T, V/tp]
         vocab, ignored = model.config.vocab, {"ignore_index": IGNORE}
@@ -97,7 +143,7 @@ def cut_tensors(model: GPT, config: Config, mesh: Mesh) -> None:
     model.logits = lambda hidden: model.head.gather(model.head(hidden))  # [B, T, V]
 
 
-def kv_group(model: GPT, mesh: Mesh) -> dist.ProcessGroup | None:
+def kv_group(model: GPT | Stages, mesh: Mesh) -> dist.ProcessGroup | None:
     """The ranks of tp that hold the same keys and values as this one; None where there are enough heads for all."""
     if mesh.size("tp") <= model.config.kv_heads:
         return None
@@ -109,15 +155,15 @@ def kv_group(model: GPT, mesh: Mesh) -> dist.ProcessGroup | None:
 def narrow_stream(group: dist.ProcessGroup) -> Any:
     """A hook before the model's forward: this rank's tokens are a part of the residual stream, for dropout's sake."""
 
-    def narrow(model: nn.Module, args: tuple[Tensor, Where]) -> tuple[Tensor, Where]:
-        ids, where = args
+    def narrow(model: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Where]) -> Any:
+        where = kwargs["where"]
         stream = where.stream.tensor_split(group.size())[group.rank()]  # [T/tp]
-        return ids, replace(where, stream=stream)
+        return args, kwargs | {"where": replace(where, stream=stream)}
 
     return narrow
 
 
-def data_parallel(model: GPT, parallel: ParallelConfig, mesh: Mesh, device: torch.device) -> Replica:
+def data_parallel(model: GPT | Stages, parallel: ParallelConfig, mesh: Mesh, device: torch.device) -> Replica:
     """The strategy that sums gradients over dp and fsdp."""
     if parallel.data == "fsdp" or mesh.size("fsdp") > 1:
         return sharded(model, parallel, mesh, device)
@@ -126,7 +172,7 @@ def data_parallel(model: GPT, parallel: ParallelConfig, mesh: Mesh, device: torc
     return wrap(model, mesh.group("data"), average=False, device=device, **buckets)
 
 
-def sharded(model: GPT, parallel: ParallelConfig, mesh: Mesh, device: torch.device) -> Replica:
+def sharded(model: GPT | Stages, parallel: ParallelConfig, mesh: Mesh, device: torch.device) -> Replica:
     """Each block a unit, and the model with what is left, which is kept until its backward: the loss reads the head."""
     settings = {
         **{"replicate_group": mesh.group("dp"), "average": False, "device": device, "prefetch": parallel.prefetch},
@@ -134,4 +180,6 @@ def sharded(model: GPT, parallel: ParallelConfig, mesh: Mesh, device: torch.devi
     }
     for block in model.blocks.values():
         fully_shard(block, mesh.group("fsdp"), **settings)
+    if isinstance(model, Stages) and model.ends:
+        fully_shard(model.ends, mesh.group("fsdp"), **settings)
     return fully_shard(model, mesh.group("fsdp"), **settings)

@@ -17,6 +17,7 @@ def generate(
     seed: int,
     temperature: float = 0.8,
     multiple: int = 1,
+    device: torch.device | None = None,
 ) -> list[int]:
     """The prompt and `length` more tokens less than `vocab`, drawn from the logits over the last `context` tokens.
 
@@ -24,14 +25,13 @@ def generate(
     sees it, to a length that `multiple` divides. No cache of keys and values: a forward pass a token.
     """
     model.eval()
-    device = next(model.parameters()).device
     tokens = list(prompt)
     for draw in rng.uniform(rng.key(seed, "sample"), torch.arange(length)).tolist():
         window = tokens[-context:]
         ids = torch.tensor([window + [0] * (-len(window) % multiple)], device=device)
         slots = torch.arange(ids.shape[1], device=device)
         where = Where(0, slots[:1], slots, slots, context, slots[None], torch.zeros_like(ids))
-        logits = model.logits(model(ids, where))[0, len(window) - 1, :vocab].double()
+        logits = model.logits(model(ids, where=where))[0, len(window) - 1, :vocab].double()
         chances = (logits / temperature).softmax(0).cumsum(0)
         tokens.append(min(int((chances < draw).sum()), len(chances) - 1))
     model.train()

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from checkpoint import Checkpoints, Keep, Saved, State, Storm, find, restore, training
 from collectives import comm
@@ -28,6 +29,7 @@ from nd_mesh.mesh import Mesh
 from nd_mesh.metrics import Record
 from nd_mesh.model import GPT, IGNORE
 from nd_mesh.parallelize import PARTIAL, parallelize
+from nd_mesh.stages import Stages, microbatches
 
 FIXED = (
     "data.context",
@@ -54,7 +56,7 @@ class Trainer:
         self.mesh = Mesh(config.mesh, run)
         with torch.device("meta"):
             self.model = GPT(config.model, config.train.seed).to(getattr(torch, config.train.dtype))
-        self.handle, self.recomputed = parallelize(self.model, config, self.mesh, run.device)
+        self.model, self.handle, self.recomputed = parallelize(self.model, config, self.mesh, run.device)
         self.optimizer = self._make_optimizer()
         self.tokens = 0  # valid ones consumed so far
         self.metrics: dict[str, float] = {}  # the newest of each
@@ -94,22 +96,42 @@ class Trainer:
         batches = self.microbatches(step)
         count = torch.stack([(batch.labels != IGNORE).sum() for batch in batches]).sum()
         counting = comm.all_reduce(count, group=self.mesh.group("data"), async_op=True)
+
+        def loss(hidden: Tensor, labels: Tensor) -> Tensor:
+            counting.wait()
+            # IDEA: loss = Σ token losses / Σ valid tokens, both over all ranks and microbatches, no mean of means.
+            return self.model.loss(hidden, labels) / count.clamp(min=1)
+
         total = torch.zeros((), dtype=torch.float64, device=self.run.device)
-        for i, batch in enumerate(batches):
-            last = i == len(batches) - 1
-            with contextlib.nullcontext() if last else self.handle.no_sync():
-                hidden = self.model(batch.ids, batch.where)
-                counting.wait()
-                # IDEA: loss = Σ token losses / Σ valid tokens, both over all ranks and microbatches, no mean of means.
-                loss = self.model.loss(hidden, batch.labels) / count.clamp(min=1)
-                loss.backward()
-            total += loss.detach()
+        for part in self._forward_and_backward(batches, loss):
+            total += part
+        counting.wait()
         busy = time.perf_counter() - began
         self.handle.finish()
         sum_partials(self.handle.parameters(), PARTIAL)
-        comm.all_reduce(total, group=self.mesh.group("data"), ordered=True)
+        self._sum(total)
         self.metrics["loss"] = total.item()
         return self.metrics["loss"], int(count), busy
+
+    def _forward_and_backward(
+        self, batches: list[data.Batch], loss: Callable[[Tensor, Tensor], Tensor]
+    ) -> list[Tensor]:
+        """The loss of each microbatch whose last stage is here: of all, unless there are several."""
+        if isinstance(self.model, Stages):
+            return self.model.pipe.step(microbatches(batches), loss)
+        losses = []
+        for i, batch in enumerate(batches):
+            last = i == len(batches) - 1
+            with contextlib.nullcontext() if last else self.handle.no_sync():
+                value = loss(self.model(batch.ids, where=batch.where), batch.labels)
+                value.backward()
+            losses.append(value.detach())
+        return losses
+
+    def _sum(self, total: Tensor) -> None:
+        """Add up over the ranks whose tokens differ, and give it to all stages: one of them has it, the others zero."""
+        for name in ("data", "pp"):
+            comm.all_reduce(total, group=self.mesh.group(name), ordered=True)
 
     def microbatches(self, step: int) -> list[data.Batch]:
         """This rank's microbatches of global batch `step`, on its device."""
@@ -146,15 +168,19 @@ class Trainer:
         total = torch.zeros(2, dtype=torch.float64, device=self.run.device)  # loss, valid tokens
         rows = -(-train.batch // (parts * train.microbatches))  # as many at a time as in training
         rounds = -(-stream.samples // (rows * parts))  # equal on all ranks: forward may communicate
-        for i in range(rounds):
-            samples = torch.tensor(data.deal(mine, rounds, i), dtype=torch.int64)
-            batch = data.make_batch(stream, 0, samples, samples).to(self.run.device)
-            total[0] += self.model.loss(self.model(batch.ids, batch.where), batch.labels)
-            total[1] += (batch.labels != IGNORE).sum()
-        comm.all_reduce(total, group=self.mesh.group("data"), ordered=True)
+        samples = [torch.tensor(data.deal(mine, rounds, i), dtype=torch.int64) for i in range(rounds)]
+        batches = [data.make_batch(stream, 0, some, some).to(self.run.device) for some in samples]
+        for batch, loss in zip(batches, self._losses(batches), strict=False):  # of none, where the last stage is not
+            total += torch.stack([loss.double(), (batch.labels != IGNORE).sum()])
+        self._sum(total)
         self.model.train()
         self.metrics["validation_loss"] = (total[0] / total[1].clamp(min=1)).item()
         return self.metrics["validation_loss"]
+
+    def _losses(self, batches: list[data.Batch]) -> list[Tensor]:
+        if isinstance(self.model, Stages):
+            return self.model.pipe.evaluate(microbatches(batches), self.model.loss)
+        return [self.model.loss(self.model(batch.ids, where=batch.where), batch.labels) for batch in batches]
 
     def checkpoints(self, folder: Path, log: Callable[[str], object] = lambda line: None) -> Checkpoints:
         """Those of this run, in a folder."""

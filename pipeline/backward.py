@@ -40,7 +40,7 @@ class Border(NamedTuple):
     """A node that leads to weights, and to inputs as well unless it is an output's own."""
 
     node: Node
-    grads: Gradients  # of its outputs
+    grads: list[Tensor | None]  # of its outputs
     weights: dict[Tensor, None]  # that are reached without passing by an input's way
     closed: list[Node]  # the ways that lead on to inputs
 
@@ -84,9 +84,12 @@ def backward_input(roots: Sequence[Root], inputs: Sequence[GradientEdge]) -> tup
         found = torch.autograd.grad(edges, list(inputs), grads, retain_graph=True, allow_unused=True)
     for handle in watching:
         handle.remove()
-    for edge, grad in zip(inputs, found, strict=True):  # I ends in front of such a node, which does not run
-        if edge.node in borders and grad is not None and not borders[edge.node].grads:
-            borders[edge.node].grads.extend([None] * edge.output_nr + [grad])
+    ran = [node for node, border in borders.items() if border.grads]
+    for edge, grad in zip(inputs, found, strict=True):
+        if edge.node in borders and edge.node not in ran:  # I ends in front of it
+            grads = borders[edge.node].grads
+            grads += [None] * (edge.output_nr + 1 - len(grads))
+            grads[edge.output_nr] = grad
     reached = [border for border in borders.values() if any(grad is not None for grad in border.grads)]
     return found, Weights(reached + [_root_border(root) for root in roots if root.edge.node not in on_the_way])
 

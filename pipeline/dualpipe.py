@@ -1,11 +1,14 @@
 """DualPipe: two copies of the model on the same ranks, one from the first rank down, one from the last rank up, with
 half of the microbatches each. Each rank has the s-th stage of one copy and the s-th from the end of the other.
 
-    P = 4: the first copy's stages 0 1 2 3 on ranks 0 1 2 3, the second's on ranks 3 2 1 0
+    rank 0  F0 F1 F2 f4 i4 w4 f5 F3+b5    f6+B0    b6    f7+   B1    b7    I2 W2 I3 W3
+    rank 1     F0 f4 F1 f5 F2 b4    f6+B0    F3+b5    f7+B1    b6    B2    i7 I3 w7 W3
+    rank 2     f4 F0 f5 F1 f6 B0    F2+b4    f7+B1    F3+b5    B2    b6    I3 i7 W3 w7
+    rank 3  f4 f5 f6 F0 I0 W0 F1 f7+B1    F2+b4    B2    F3+   b5    B3    i6 w6 i7 w7
 
-Both ends fill the pipeline at once, and a forward of one copy pairs with a backward of the other. Idle: (P/2 - 1)(F&B +
-B - 3W), with F&B the time of a pair; P+1 stages live; the parameters twice. DualPipeV is this, folded at the middle,
-with one copy and half the ranks.
+Small letters are of a rank's second stage, + joins a pair. Both ends fill the pipeline at once, and a forward of one
+copy pairs with a backward of the other. Idle: (P/2 - 1)(F&B + B - 3W), with F&B the time of a pair; P+1 stages live;
+the parameters twice. DualPipeV is this, folded at the middle, with one copy and half the ranks.
 
 DeepSeek-AI 2024, "DeepSeek-V3", 3.2.1, table 2 and figure 5. Left out: the sum of the two copies' gradients, which is
 an all_reduce between ranks r and P-1-r (collectives/partials.py).

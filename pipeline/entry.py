@@ -17,7 +17,7 @@ from collectives.hooks import called
 
 
 class Entry:
-    """`with entry: stage(…)` notes in `edges` where the outputs of its first module with weights are in the graph."""
+    """`with entry: stage(…)` notes where the outputs of the first module with weights are in the graph: `taken`."""
 
     def __init__(self, stage: nn.Module):
         self.edges: list[GradientEdge] = []
@@ -33,6 +33,11 @@ class Entry:
             tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
             self.edges += [get_gradient_edge(tensor) for tensor in tensors if tensor.requires_grad]
             self.inside = False  # a module that runs again is on the way
+
+    def taken(self) -> list[GradientEdge]:
+        """The edges, which are kept here no longer: they hold the graph."""
+        edges, self.edges = self.edges, []
+        return edges
 
     def __enter__(self) -> "Entry":
         self.edges, self.inside = [], True

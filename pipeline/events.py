@@ -1,7 +1,8 @@
 """The events of a data strategy in a step: when a rank's weights must be whole, may be cut again, and are reduced.
 
-    open="step"     unshard  F0 F1 B0 F2 B1 B2  reshard, reduce           one gather a step, all the stage's weights
-    open="action"   unshard F0 reshard  unshard F1 reshard  unshard B0 …  a gather an action, weights while it runs
+                     F0:0 F0:1   F2:0 F2:1 B2:0   B0:0 B2:1 …     stage:microbatch, of a rank with stages 0 and 2
+    open="step"     ▲0          ▲2                                a gather a stage and step; all weights of the rank
+    open="action"   ▲0        ▼0▲2           ▼2▲0   ▼0▲2 …        whenever the stage changes; the weights of one stage
 
 With reduce="action" gradients are reduced after each B or W instead of once: M times the bytes, and no whole gradient
 of the stage between. They are data as the actions are: a plan's events are known before it runs.

@@ -56,8 +56,8 @@ class Pipeline:
     plan: checked here. stages: this rank's modules, by stage. links: of `connect`. group: the pipeline's ranks, in the
     order of the plan. loss(output, target): of a last stage's output, a scalar. handle: the data strategy's, which has
     been given all of this rank's stages. units: of each stage the modules whose weights it needs, default itself.
-    open: "step" keeps a stage's weights from its first F to its last B or W, one gather a step; "action" gathers for
-    each F, B, I and W, and frees afterwards: 2M gathers, or up to 3M with I and W. reduce: gradients after the last B
+    open: "step" keeps a stage's weights from its first action to its last, one gather a step; "action" frees them when
+    an action of another stage follows, up to 2M gathers, 3M with I and W. reduce: gradients after the last B
     or W of a stage ("step": the stage's whole gradient has memory until then) or after each ("action": M times the
     traffic). varies: a stage's outputs depend on more than the shapes of inputs, so that each is described.
     """
@@ -83,9 +83,10 @@ class Pipeline:
         self.params = [param for stage in self.stages.values() for param in stage.parameters()]
         self.device = device or next((param.device for param in self.params), torch.device("cpu"))
         together(self._check, group=group)
-        digest = zlib.crc32(repr(plan).encode())
-        if len(set(comm.all_gather_object(digest, group=group))) > 1:
-            raise ValueError(f"the ranks have different plans, this one {plan.name}: make the same on every rank")
+        plans = comm.all_gather_object((plan.name, plan.microbatches, zlib.crc32(repr(plan).encode())), group=group)
+        if len(set(plans)) > 1:
+            told = ", ".join(f"{name} of {microbatches} microbatches" for name, microbatches, _ in plans)
+            raise ValueError(f"the ranks have different plans: {told}; make the same on every rank")
         self.handle, self.open, self.reduce = handle, open, reduce
         self.units = units or {number: [stage] for number, stage in self.stages.items()}
         self.entries = {number: Entry(stage) for number, stage in self.stages.items() if plan.before(number) is None}
@@ -98,24 +99,26 @@ class Pipeline:
             raise ValueError(f"{self.plan.name} is for {self.plan.ranks} ranks, the group has {self.group.size()}")
         if sorted(self.stages) != self.plan.stages_of(self.rank):
             raise ValueError(
-                f"rank {self.rank} was given stages {sorted(self.stages)}; in {self.plan.name} it has "
+                f"given stages {sorted(self.stages)}; in {self.plan.name} this rank has "
                 f"{self.plan.stages_of(self.rank)}"
             )
-        if self.plan.trains and self.loss is None and any(self.plan.after(stage) is None for stage in self.stages):
-            raise ValueError("a last stage needs a loss: give loss=")
 
     def _prepare(self, plan: Plan) -> tuple[list[Step], list[Around]]:
         units = self.units if self.handle is not None else {}
         return program(plan, self.rank), events(plan.actions[self.rank], units, self.open, self.reduce)
 
-    def step(self, microbatches: Sequence[Microbatch]) -> list[Tensor]:
+    def step(
+        self, microbatches: Sequence[Microbatch], loss: Callable[[Any, Any], Tensor] | None = None
+    ) -> list[Tensor]:
         """Forward and backward of one step. Returns the loss of each microbatch that has its last stage here.
+
+        loss: of this step, default that of the pipeline.
 
         After: the gradients of all microbatches have been added to each parameter's `grad`; with a handle, as after
         backward: `handle.finish()` is the caller's. Raises ValueError on every rank for what does not fit the plan.
         """
-        with contextlib.nullcontext() if self.handle is None else self.handle.no_sync():
-            return self._run(self.plan, microbatches, self.loss)
+        with contextlib.nullcontext() if self.handle is None else self.handle.deferring():
+            return self._run(self.plan, microbatches, loss or self.loss)
 
     def evaluate(
         self, microbatches: Sequence[Microbatch], loss: Callable[[Any, Any], Tensor] | None = None
@@ -130,7 +133,7 @@ class Pipeline:
             return self._run(plan, microbatches, loss or self.loss)
 
     def _run(self, plan: Plan, microbatches: Sequence[Microbatch], loss: Callable | None) -> list[Any]:
-        key = self._agreed(plan, microbatches)
+        key = self._agreed(plan, microbatches, loss)
         kinds = None if self.varies else self.known.get(key)
         steps, around = self.prepared[plan]
         run = _Run(self, plan, microbatches, loss=loss, known=kinds, around=iter(around))
@@ -139,20 +142,22 @@ class Pipeline:
         self.known[key] = run.kinds
         return [run.losses[m] for m in sorted(run.losses)]
 
-    def _agreed(self, plan: Plan, microbatches: Sequence[Microbatch]) -> tuple:
+    def _problem(self, plan: Plan, microbatches: Sequence[Microbatch], loss: Callable | None) -> str:
+        """What is wrong with what this rank was given."""
+        if len(microbatches) != plan.microbatches:
+            told = f"{plan.name} has {plan.microbatches} microbatches, {len(microbatches)} were given"
+            return f"{told}: give as many, or make another plan"
+        if loss is None and plan.trains and any(plan.after(stage) is None for stage in self.stages):
+            return "there is no loss, and a last stage is here: give loss="
+        firsts = [stage for stage in self.stages if plan.before(stage) is None]
+        without = [m for stage in firsts for m in plan.through(stage) if not microbatches[m].args]
+        return f"microbatch {without[0]} has no args, and a first stage is here" if without else ""
+
+    def _agreed(self, plan: Plan, microbatches: Sequence[Microbatch], loss: Callable | None) -> tuple:
         """What the shapes of a step's messages depend on, of all ranks. Raises ValueError on every rank if any of them
         was given what cannot run.
         """
-        problem = (
-            ""
-            if len(microbatches) == plan.microbatches
-            else (
-                f"{plan.name} has {plan.microbatches} microbatches, {len(microbatches)} were given: make another plan"
-            )
-        )
-        for m, each in enumerate(microbatches if not problem else ()):
-            if any(plan.before(stage) is None and m in plan.through(stage) for stage in self.stages) and not each.args:
-                problem = f"microbatch {m} has no args, and the first stage is here"
+        problem = self._problem(plan, microbatches, loss)
         leaves = [leaf for each in microbatches for leaf in tree_leaves((each.args, each.kwargs, each.target))]
         shapes = [(leaf.shape, leaf.dtype, leaf.requires_grad) for leaf in leaves if isinstance(leaf, Tensor)]
         modes = [param.requires_grad for param in self.params], torch.is_autocast_enabled(self.device.type)
@@ -271,7 +276,7 @@ class _Run:
             self._hand_on(stage, m, outputs)
         if self.plan.trains:
             leaving = [get_gradient_edge(output) for output in outputs if output.requires_grad]
-            self.live[stage, m] = _Live(inputs, leaving, grads, entry.edges if entry else [])
+            self.live[stage, m] = _Live(inputs, leaving, grads, entry.taken() if entry else [])
 
     def _end(self, output: Any, target: Any, m: int) -> tuple[list[Tensor], list[Tensor]]:
         """The last stage has run. Returns the loss and its gradient, if there is a backward."""

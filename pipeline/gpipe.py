@@ -1,9 +1,9 @@
 """GPipe: all forwards, then all backwards.
 
-    rank 0  F0 F1 F2 F3                   B0 B1 B2 B3
-    rank 1     F0 F1 F2 F3             B0 B1 B2 B3
-    rank 2        F0 F1 F2 F3       B0 B1 B2 B3
-    rank 3           F0 F1 F2 F3 B0 B1 B2 B3
+    rank 0  F0 F1 F2 F3                            B0    B1    B2    B3
+    rank 1     F0 F1 F2 F3                   B0    B1    B2    B3
+    rank 2        F0 F1 F2 F3          B0    B1    B2    B3
+    rank 3           F0 F1 F2 F3 B0    B1    B2    B3
 
 Idle: (P-1)(F+B) of a rank, (P-1)/M relative to its work, (P-1)/(M+P-1) of the whole; activations of all M microbatches.
 With V stages a rank the bubble is a V-th, as in interleaved, and activations are V·M: "breadth first".

@@ -1,8 +1,8 @@
 """Interleaved 1F1B: V small stages a rank instead of a large one. The pipeline fills in smaller steps.
 
-    P = 2, V = 2, M = 4; stages 0 and 2 on rank 0, 1 and 3 on rank 1, written stage:microbatch
-    rank 0  F0:0 F0:1 F2:0 F2:1      F0:2 B2:0 F0:3 B2:1 F2:2 B0:0 F2:3 B0:1      B2:2      B2:3 B0:2 B0:3
-    rank 1       F1:0 F1:1 F3:0 B3:0 F3:1 B3:1 F1:2 B1:0 F1:3 B1:1 F3:2 B3:2 F3:3 B3:3 B1:2 B1:3
+    P = 2, V = 2, M = 4; F0 is of a rank's first stage, f0 of its second
+    rank 0  F0 F1 f0 f1 F2    b0    F3 b1    f2 B0    f3 B1       b2       b3    B2    B3
+    rank 1     F0 F1 f0 b0    f1 b1    F2 B0    F3 B1    f2 b2    f3 b3    B2    B3
 
 Idle: (P-1)(F+B)/V, so (P-1)/(V·M) relative to the work, if P divides M; V times the messages; at most
 2(P-s-1) + (V-1)P + 1 chunks of a V-th live on rank s.

@@ -1,8 +1,8 @@
 """Layer-wise: the model is cut, and nothing else is done. One microbatch at a time goes down all stages and back.
 
-    rank 0  F0                B0  F1
-    rank 1      F0        B0          F1
-    rank 2          F0 B0                 …
+    rank 0  F0                   B0    F1                   B1
+    rank 1     F0          B0             F1          B1
+    rank 2        F0 B0                      F1 B1
 
 Each rank is busy 1/P of the time; a rank's activations are those of one microbatch. Lecture B, "Pipeline Parallelism:
 깊이로 자르기": what a pipeline has to beat. Left out: anything that fills the time.

@@ -1,10 +1,10 @@
 """1F1B (PipeDream-Flush): a rank that has a backward to do does it first, so that activations are freed soon.
 
-    rank 0  F0 F1 F2 F3          B0 F4 B1 F5 B2    B3    B4    B5
-    rank 1     F0 F1 F2       B0 F3 B1 F4 B2 F5 B3    B4    B5
-    rank 2        F0 F1    B0 F2 B1 F3 B2 F4 B3 F5 B4    B5
-    rank 3           F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 F5 B5
-            warmup │             steady               │ cooldown
+            warmup  │steady                                         │cooldown
+    rank 0  F0 F1 F2 F3                   B0    F4 B1    F5 B2       B3       B4       B5
+    rank 1     F0 F1 F2             B0    F3 B1    F4 B2    F5 B3       B4       B5
+    rank 2        F0 F1       B0    F2 B1    F3 B2    F4 B3    F5 B4       B5
+    rank 3           F0 B0    F1 B1    F2 B2    F3 B3    F4 B4    F5 B5
 
 As idle as GPipe, (P-1)(F+B); but stage s never has more than P-s microbatches in flight, however many there are.
 

@@ -27,9 +27,11 @@ def planned(simulated: Simulated, unit: float = 1e-3) -> list[Span]:
 
 
 def measured(spans: Sequence[Sequence[Span]]) -> list[Span]:
-    """A run, from the spans of each rank's timeline."""
+    """A run, from the spans of each rank's timeline. Time counts from the first start of any rank, as in a plan."""
     # IDEA: clocks of the ranks of one machine agree, so their spans lie side by side as those of a plan do.
-    return [span._replace(lane=_lane(rank)) for rank, own in enumerate(spans) for span in own if span.lane == "compute"]
+    computed = [(_lane(rank), span) for rank, own in enumerate(spans) for span in own if span.lane == "compute"]
+    first = min((span.start for _, span in computed), default=0.0)
+    return [Span(lane, span.name, span.start - first, span.stop - first) for lane, span in computed]
 
 
 def gathered(timeline: Timeline, group: dist.ProcessGroup) -> list[list[Span]]:

@@ -1,8 +1,8 @@
 """ZB-H1: backward in two halves. The next rank waits for I alone; W fills what would be idle.
 
-    rank 0  F0 F1 F2          I0 F3 I1 F4 I2 W0 I3 W1 I4 W2 W3 W4
-    rank 1     F0 F1       I0 F2 I1 W0 F3 I2 W1 F4 I3 W2 I4 W3 W4
-    rank 2        F0    I0 W0 F1 I1 W1 F2 I2 W2 F3 I3 W3 F4 I4 W4
+    rank 0  F0 F1 F2       I0 W0 F3 I1 W1 F4 I2 W2 I3 W3 I4 W4
+    rank 1     F0 F1    I0 F2 I1 W0 F3 I2 W1 F4 I3 W2 I4 W3 W4
+    rank 2        F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 F4 I4 W2 W3 W4
 
 Idle: (P-1)(F+I-W) instead of (P-1)(F+I+W): a third, if all three take as long. Stage s puts off its W by s
 microbatches, which 1F1B leaves it room for: min(P, M) microbatches are live on every stage, as on 1F1B's first.

@@ -5,6 +5,7 @@ loss, the gradient before clipping, its norm, and the update. Never per element:
 its largest entry. Every run is then saved, resumed on another mesh, and judged for two more steps.
 """
 
+import functools
 import itertools
 import math
 import random
@@ -26,6 +27,7 @@ from nd_mesh.data import Stream
 from nd_mesh.mesh import Grid
 from nd_mesh.parallelize import DATA_STRATEGIES
 from nd_mesh.train import Trainer
+from pipeline import schedule
 from tensor_parallel import cut
 from tests.pool import Pool
 from tests.reference import loop
@@ -33,7 +35,7 @@ from tests.reference import loop
 ULP = torch.finfo(torch.float64).eps
 STEPS, MORE = 3, 2  # before and after the checkpoint
 VOCAB, CONTEXT = 37, 12
-MODEL = ModelConfig(vocab=VOCAB, layers=2, width=24, heads=12, kv_heads=2, hidden=24, rope_base=50.0)
+MODEL = ModelConfig(vocab=VOCAB, layers=3, width=24, heads=12, kv_heads=2, hidden=24, rope_base=50.0)
 SGD = TrainConfig(
     **{"steps": 6, "batch": 7, "dtype": "float64", "seed": 3, "clip": 0.5},  # no setting has its default
     **{"optimizer": "sgd", "lr": 0.5, "warmup": 1, "min_lr": 0.3, "momentum": 0.8, "weight_decay": 0.02},
@@ -54,6 +56,11 @@ def config(*, train: TrainConfig = SGD, **settings: Any) -> Config:
 
 # Where a run is computed: it may change when a run is resumed. A new axis or option is one line.
 WHERE = {
+    "pipeline": (
+        *("1 1f1b", "2 1f1b", "4 1f1b", "3 layer_wise", "2 gpipe", "2 interleaved"),
+        *("2 zb_h1", "4 zb_h1", "2 zbv", "3 zbv", "2 dualpipe_v"),
+    ),
+    "reduce_each": (False, True),
     "dp": (1, 2, 3, 4, 8),
     "fsdp": (1, 2, 3, 4),
     "tp": (1, 2, 3, 4),
@@ -64,7 +71,7 @@ WHERE = {
     "reshard": (True, False),
     "prefetch": (1, 0, 2),
     "recompute": ((), ("block",), ("attend", "ffn"), ("k", "ffn")),
-    "microbatches": (1, 3),
+    "microbatches": (1, 3, 8),
 }
 # What is computed.
 WHAT = {
@@ -93,11 +100,11 @@ def cases(together: int, ranks: int = 8) -> list[Case]:
     combinations of their values; and some of more ranks than rows, or with all that cuts at once.
     """
     chosen = [case(ranks, **some) for some in covering(WHERE | WHAT, together, ranks)]
-    all_at_once = {"dp": 2, "fsdp": 2, "tp": 2, "sequence": True, "data": "fsdp", "tied": True, "dropout": 0.1}
+    all_at_once = {"pipeline": "2 zbv", "fsdp": 2, "tp": 2, "sequence": True, "data": "fsdp", "tied": True}
     more = [
         {"dp": 4, "microbatches": 2, "dropout": 0.1, "batch": 2},
         {"dp": 8, "dropout": 0.1, "batch": 3, "train": ADAMW},
-        all_at_once,
+        all_at_once | {"dropout": 0.1, "recompute": ("attend", "ffn"), "microbatches": 5},
     ]
     return [*chosen, *(case(**some) for some in more)]
 
@@ -106,27 +113,63 @@ def possible(choice: dict[str, Any], ranks: int = 8) -> bool:
     """Whether there is such a run, on at most so many ranks, and no other choice is the same run."""
     sharded, data = choice["data"] == "fsdp", choice["data"]
     usual = {name for name, values in WHERE.items() if choice.get(name, values[0]) == values[0]}
-    tp, kv_heads = choice["tp"], choice["kv_heads"]
+    pp, tp, kv_heads = pipeline_ranks(choice), choice["tp"], choice["kv_heads"]
     return (
-        choice["dp"] * choice["fsdp"] * tp <= ranks
+        pp * choice["dp"] * choice["fsdp"] * tp <= ranks
+        and (pp > 1 or "reduce_each" in usual)
+        and (pp == 1 or "prefetch" in usual)
+        and ("reduce_each" in usual or data in ("zero3", "fsdp"))
         and tp in cut.degrees(MODEL.heads, kv_heads)
         and (tp > 1 or "sequence" in usual)
         and (choice["sequence"] or "save_gathered" in usual)
         and data != "auto"
-        and (sharded or {"fsdp", "reshard", "prefetch"} <= usual)
+        and (sharded or {"fsdp", "prefetch"} <= usual)
+        and (sharded or (pp > 1 and data == "zero3") or "reshard" in usual)
         and ("cap" in usual or data not in ("naive", "zero3", "fsdp"))
     )
+
+
+def pipeline_ranks(choice: dict[str, Any]) -> int:
+    """Of the option "pipeline" its first word."""
+    return int(choice["pipeline"].split()[0])
+
+
+@functools.cache
+def rows(ranks: int) -> list[dict[str, Any]]:
+    """All possible choices of the options that depend on each other."""
+    options = {name: values for name, values in (WHERE | WHAT).items() if name not in FREE}
+    axes = ("pipeline", "dp", "fsdp", "tp")
+    meshes = [dict(zip(axes, sizes, strict=True)) for sizes in itertools.product(*(options[axis] for axis in axes))]
+    fitting = [mesh for mesh in meshes if pipeline_ranks(mesh) * mesh["dp"] * mesh["fsdp"] * mesh["tp"] <= ranks]
+    others = [name for name in options if name not in axes]
+    rest = [dict(zip(others, values, strict=True)) for values in itertools.product(*(options[name] for name in others))]
+    return [mesh | other for mesh in fitting for other in rest if possible(mesh | other, ranks)]
 
 
 def case(ranks: int = 8, /, **options: Any) -> Case:
     """The case of these options. It is resumed elsewhere, with another tp and as many other options as can be."""
     first = {name: options.get(name, values[0]) for name, values in WHERE.items()}
-    draw, what = random.Random(told(options)), {"kv_heads": options.get("kv_heads", WHAT["kv_heads"][0])}
-    drawn = [{name: draw.choice(values) for name, values in WHERE.items()} for _ in range(1000)]
-    others = [choice for choice in drawn if choice["tp"] != first["tp"] and possible(choice | what, ranks)]
-    then = max(others, key=lambda choice: sum(choice[name] != first[name] for name in WHERE))
+    draw, kv_heads = random.Random(told(options)), options.get("kv_heads", WHAT["kv_heads"][0])
+    others = [row for row in rows(ranks) if row["tp"] != first["tp"] and row["kv_heads"] == kv_heads]
+    drawn = [{name: row.get(name, draw.choice(WHERE[name])) for name in WHERE} for row in draw.choices(others, k=100)]
+    then = max(drawn, key=lambda choice: sum(choice[name] != first[name] for name in WHERE))
     name = f"{told(options)}, {options.get('train', SGD).optimizer}; then {told(then)}"
-    return Case(name, config(**options), config(**{**options, **then}))
+    return Case(name, run_of(options), run_of({**options, **then}))
+
+
+def run_of(options: dict[str, Any]) -> Config:
+    """The run of these options. In a pipeline the few blocks are strewn over the stages: some have none, maybe the
+    first or the last.
+    """
+    settings = {name: value for name, value in options.items() if name != "pipeline"}
+    pp, name = options.get("pipeline", "1 1f1b").split()
+    cfg = config(pp=int(pp), schedule=name, **settings)
+    if cfg.mesh.pp == 1:
+        return cfg
+    stages = schedule(name, cfg.mesh.pp, 1).stages
+    places = [(2 * layer + stages // 3) % stages for layer in range(cfg.model.layers)]
+    layers = tuple(places.count(stage) for stage in range(stages))
+    return replace(cfg, parallel=replace(cfg.parallel, stage_layers=layers))
 
 
 def told(options: dict[str, Any]) -> str:
@@ -143,20 +186,18 @@ def covering(options: dict[str, Sequence[Any]], together: int, ranks: int) -> li
     Greedy: for the first combination that has not occurred, some choices that have it are drawn, and the one is taken
     with most combinations that have not occurred.
     """
-    draw, bound = random.Random(0), [name for name in options if name not in FREE]
-    rows = [dict(zip(bound, values, strict=True)) for values in itertools.product(*(options[name] for name in bound))]
-    rows = [row for row in rows if possible(row, ranks)]
+    draw, all_rows = random.Random(0), rows(ranks)
     missing: dict[Combination, None] = {}  # in order
     for names in itertools.combinations(options, together):
         limited, free = [[name for name in names if (name in FREE) == kind] for kind in (False, True)]
-        for values in dict.fromkeys(tuple(row[name] for name in limited) for row in rows):
+        for values in dict.fromkeys(tuple(row[name] for name in limited) for row in all_rows):
             for others in itertools.product(*(options[name] for name in free)):
                 known = dict(zip([*limited, *free], [*values, *others], strict=True))
                 missing[tuple((name, known[name]) for name in names)] = None
     taken = []
     while missing:
         wanted = dict(next(iter(missing)))
-        fitting = [row for row in rows if all(row[name] == value for name, value in wanted.items() if name in row)]
+        fitting = [row for row in all_rows if all(row[name] == value for name, value in wanted.items() if name in row)]
         drawn = [
             {name: wanted.get(name, row[name] if name in row else draw.choice(options[name])) for name in options}
             for row in draw.choices(fitting, k=20)
@@ -242,7 +283,8 @@ def gradients(trainer: Trainer) -> dict[str, Tensor]:
 
 def put_together(trainer: Trainer, mine: list[tuple[str, tuple[layout.Box, ...], Tensor]]) -> dict[str, Tensor]:
     """Whole tensors by name from the boxes of all ranks, this rank's own last; none is asked if its own are whole."""
-    if all(boxes == (layout.Box.whole(values.shape),) for _, boxes, values in mine):
+    whole_here = all(boxes == (layout.Box.whole(values.shape),) for _, boxes, values in mine)
+    if whole_here and trainer.mesh.size("pp") == 1:
         return {name: values.clone() for name, _, values in mine}
     whole = {}
     for name, boxes, values in itertools.chain(*comm.all_gather_object(mine, group=trainer.run.world), mine):

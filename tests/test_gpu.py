@@ -34,7 +34,10 @@ CUT = [{"tp": 2}, {"tp": 4, "sequence": True}, SHARDED | {"fsdp": 2, "tp": 2, "s
 DATA = [{"dp": 1}, {"dp": 2}, {"dp": 3}, SHARDED | {"fsdp": 3}, SHARDED | {"dp": 2, "fsdp": 2, "prefetch": 2}]
 
 
-@pytest.mark.parametrize("where", DATA + CUT)
+PIPED = [{"pp": 2, "schedule": "zbv", "stage_layers": (1, 0, 1, 1)}, SHARDED | {"pp": 2, "fsdp": 2, "tied": True}]
+
+
+@pytest.mark.parametrize("where", DATA + CUT + PIPED)
 def test_parity_on_gloo(pool, where):
     cfg = config(**where, dropout=0.1, microbatches=2)
     for initial, done in pool.run(Grid(cfg.mesh).size(), on_gpu, parity.train, cfg, documents(), 4, timeout=120):

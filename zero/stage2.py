@@ -36,6 +36,7 @@ class ZeRO2(ZeRO1):
     def __init__(self, *args: Any, overlap: bool, **more: Any):
         self.overlap = overlap
         self.started = 0  # buckets whose reduction has started in this microbatch
+        self.defers = False
         super().__init__(*args, **more)
 
     @contextlib.contextmanager
@@ -46,6 +47,16 @@ class ZeRO2(ZeRO1):
                 yield
             finally:  # also after an error, so that all ranks have started equally many
                 self.end_of_backward()
+
+    @contextlib.contextmanager
+    def deferring(self) -> Iterator[None]:
+        """As in every stage: whole gradients are kept over a pipeline's step, instead of a reduction a microbatch."""
+        self.defers = True
+        try:
+            with super().no_sync():
+                yield
+        finally:
+            self.defers = False
 
     def end_of_backward(self) -> None:
         """Start the buckets that are left: those of which this rank used less than any did in the two steps before."""
@@ -61,7 +72,7 @@ class ZeRO2(ZeRO1):
         super()._on_gradient(param)
         order = self._order()
         # IDEA: a bucket that is full is reduced at once, and its full gradient is gone before the next one is full.
-        while self.started < len(order) and order[self.started].complete:
+        while not self.defers and self.started < len(order) and order[self.started].complete:
             self.start(order[self.started])
             self.started += 1
 

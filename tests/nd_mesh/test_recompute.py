@@ -113,9 +113,9 @@ def test_saved_bytes_are_the_formula(dtype):
 
 def test_names_become_modules():
     model = GPT(DROPOUT, seed=1)
-    first, second = model.blocks.values()
-    assert chosen(model, ["block"]) == [first, second]
-    assert chosen(model, ["ffn", "attend"]) == [first.ffn, second.ffn, first.attend, second.attend]
+    blocks = list(model.blocks.values())
+    assert chosen(model, ["block"]) == blocks
+    assert chosen(model, ["ffn", "attend"]) == [*(b.ffn for b in blocks), *(b.attend for b in blocks)]
     assert chosen(model, []) == []
     with pytest.raises(ValueError, match=r"'mlp' is unknown; use `block`, or some of .*attend, .*ffn"):
         chosen(model, ["attend", "mlp"])

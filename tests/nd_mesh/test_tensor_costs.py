@@ -98,7 +98,7 @@ def kept(run: Runtime, cfg: Config) -> tuple[int, int]:
         built.model.blocks["1"].register_forward_pre_hook(lambda _, args: inputs.append(args[0].nbytes))
         [batch] = built.microbatches(0)
         with saving() as saved:
-            hidden = built.model(batch.ids, batch.where)
+            hidden = built.model(batch.ids, where=batch.where)
         keeps.append(saved.nbytes(without=built.model.parameters()))
         del hidden
     return keeps[1] - keeps[0], inputs[0]
