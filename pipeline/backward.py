@@ -97,7 +97,10 @@ def backward_input(roots: Sequence[Root], inputs: Sequence[GradientEdge]) -> tup
 def add(weight: Tensor, grad: Tensor) -> None:
     """Add to a weight's `grad`, in place where there is one."""
     with torch.no_grad():
-        weight.grad = grad if weight.grad is None else weight.grad.add_(grad)
+        if weight.grad is None:  # `grad` may be another weight's too, or on its way to the stage before
+            weight.grad = torch.empty_like(weight).copy_(grad)
+        else:
+            weight.grad.add_(grad)
 
 
 def _leading_to(ends: set[Node], starts: Sequence[Node]) -> dict[Node, None]:

@@ -132,6 +132,13 @@ CASES = {
     "weight norm computed once, used twice": Case(lambda: Of(cached, a=weight_norm(linear())), x),
     "a weight made of two": Case(lambda: Of(lambda m, h: h @ (m.u @ m.v), u=torch.randn(D, 2), v=torch.randn(2, D)), x),
     "a weight made of the input": Case(lambda: Of(lambda m, h: h @ (m.w * h.mean()) + m.w[0], w=torch.randn(D, D)), x),
+    "a weight that is a sum": Case(
+        lambda: Of(lambda m, h: h @ (m.u + m.v), u=torch.randn(D, D), v=torch.randn(D, D)), x
+    ),
+    "added as it is": Case(lambda: Of(lambda m, h: h + m.u + m.v, u=torch.randn(5, D), v=torch.randn(5, D)), x),
+    "added three times": Case(lambda: Of(lambda m, h: h + m.u + m.u + m.u, u=torch.randn(5, D)), x),
+    "an output that is a sum": Case(lambda: Of(lambda m, h: (h * m.u, m.u.sum()), u=torch.randn(5, D)), x),
+    "a transposed copy": Case(lambda: Of(lambda m, h: h @ m.w.T.contiguous(), w=torch.randn(4, D)), x),
     "a scalar": Case(lambda: Of(lambda m, h: h * m.s + m.s * m.s, s=torch.tensor(1.5)), x),
     "two inputs": Case(
         lambda: Of(lambda m, h, g: (m.a(h) * m.a(g), m.b(g)), a=linear(), b=linear()), lambda: x() + x()

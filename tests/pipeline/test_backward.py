@@ -16,7 +16,7 @@ from collectives.allocated import built_bytes
 from collectives.saved import saving
 from pipeline.backward import Root, backward_input
 from pipeline.entry import Entry
-from tests.pipeline.stages import CASES, FIRST, FROZEN, D, Of
+from tests.pipeline.stages import CASES, FIRST, FROZEN, Of
 
 
 def built(name, dtype=torch.float64, seed=0):
@@ -113,18 +113,37 @@ def test_an_output_that_gets_no_gradient():
     same([stage.a.weight.grad, stage.a.bias.grad], [twin.a.weight.grad, twin.a.bias.grad])
 
 
-def test_halves_of_several_microbatches_add_up_in_any_order():
-    stage, _ = built("same with others between")
+@pytest.mark.parametrize("name", CASES)
+def test_halves_of_several_microbatches_add_up_in_any_order(name):
+    """And a gradient on its way to the stage before stays what it is."""
+    stage, inputs = built(name)
     twin = copy.deepcopy(stage)
-    parts = [part.detach().requires_grad_() for part in torch.randn(3, 4, D, dtype=torch.float64)]
-    first, second = started(stage, parts[:1])[1], started(stage, parts[1:2])[1]
-    second.run()
-    third = started(stage, parts[2:])[1]
-    first.run()
-    third.run()
-    for part in parts:
-        whole(twin, [part])
+    several = [CASES[name].inputs() for _ in range(2)]
+    several = [[x.double().requires_grad_() if x.is_floating_point() else x for x in each] for each in several]
+    first, second, third = (started(stage, each) for each in (inputs, *several))
+    sent = [[None if grad is None else grad.clone() for grad in found] for found, _ in (first, second, third)]
+    for _, weights in (second, first, third):
+        weights.run()
+    for each in (inputs, *several):
+        whole(twin, each)
     same([p.grad for p in stage.parameters()], [p.grad for p in twin.parameters()])
+    for (found, _), before in zip((first, second, third), sent, strict=True):
+        same(found, before, 0)
+
+
+def test_gradients_are_the_weights_own():
+    """Autograd hands out what it holds: one tensor for two weights, what came in, a number that stands for many."""
+    for name in ("a weight that is a sum", "added as it is", "an output that is a sum", "a transposed copy"):
+        stage, inputs = built(name)
+        _, weights = started(stage, inputs)
+        held = [grad for border in weights.borders for grad in border.grads if grad is not None]
+        weights.run()
+        grads = [param.grad for param in stage.parameters()]
+        places = [tensor.untyped_storage().data_ptr() for tensor in (*grads, *held)]
+        assert len(set(places[: len(grads)])) == len(grads) and set(places[: len(grads)]).isdisjoint(
+            places[len(grads) :]
+        )
+        assert all(param.grad.stride() == param.stride() for param in stage.parameters())
 
 
 def test_a_second_w_adds_nothing():

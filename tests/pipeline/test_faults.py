@@ -137,7 +137,14 @@ FAULTS = {  # what it is: file, what is there, what is put there, and the test
         "if False else []",
         halves("same in series"),
     ),
-    "W replaces gradients": ("backward", "else weight.grad.add_(grad)", "else grad", halves("same in parallel")),
+    "W replaces gradients": (
+        *("backward", "weight.grad.add_(grad)", "weight.grad.copy_(grad)"),
+        halves("same in parallel"),
+    ),
+    "W keeps what autograd hands out": (
+        *("backward", "torch.empty_like(weight).copy_(grad)", "grad"),
+        lambda: backward.test_halves_of_several_microbatches_add_up_in_any_order("a weight that is a sum"),
+    ),
     "an output of weights alone is forgotten": (
         *("backward", "_leaves([root.edge.node])", "()"),
         halves("an output of weights alone"),
