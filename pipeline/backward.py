@@ -133,11 +133,11 @@ def _on_the_way(graph: Mapping[Node, list[Node]], ends: set[Node]) -> tuple[dict
     for node, below in graph.items():
         closed = [child for child in below if child in depth]
         if closed or node in ends:
+            depth[node] = max(map(depth.get, closed), default=0)
             down = [child for child in below if child not in depth]
-            weights = dict.fromkeys(_leaves(down, graph))
-            if weights:
+            if down and (weights := dict.fromkeys(_leaves(down, graph))):
                 borders[node] = Border(node, [], weights, closed)
-            depth[node] = max((depth[child] for child in closed), default=0) + (node in borders)
+                depth[node] += 1
     return depth, borders
 
 

@@ -1,4 +1,4 @@
-"""A training step of every schedule, beside the same schedule of torch.distributed.pipelining: time, bytes, peak memory.
+"""A training step of every schedule, beside the same one of torch.distributed.pipelining: time, bytes, peak memory.
 
     python -m pipeline.bench                        2 and 4 ranks
     python -m pipeline.bench --ranks 2 --repeat 5   five whole runs, and the median of their ratios
@@ -10,13 +10,10 @@ the same rows. PyTorch's are not asked for outputs, nor to divide the gradients,
 InterleavedZeroBubble beside zb_h1 has one stage a rank; with two, which zb_h1 does not do, it stands beside zbv.
 """
 
-import copy
 import sys
-from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import partial
-from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn

@@ -36,7 +36,7 @@ from pipeline.events import Around, Event, events
 from pipeline.forward_only import forward_only
 from pipeline.links import Incoming, Kinds, Links, Outgoing, described, gradients_of, of_message
 from pipeline.plan import Action, Plan, Result
-from pipeline.program import Message, Step, program
+from pipeline.program import Message, Step, joined, program
 
 NAMES = {"F": "forward", "B": "backward", "I": "input", "W": "weight"}
 
@@ -104,7 +104,7 @@ class Pipeline:
             )
 
     def _prepare(self, plan: Plan) -> tuple[list[Step], list[Around]]:
-        units = self.units if self.handle is not None else {}
+        plan, units = joined(plan), self.units if self.handle is not None else {}
         return program(plan, self.rank), events(plan.actions[self.rank], units, self.open, self.reduce)
 
     def step(
