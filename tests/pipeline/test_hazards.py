@@ -36,8 +36,8 @@ def judge(pool, ranks, cases, recipe=ONCE):
 
 
 def test_T100_fewer_microbatches_than_stages(pool):
-    cases = [Case(*which, 4, m) for which in EVERY_SCHEDULE if which[1] < 3 for m in (1, 2, 3)]
-    judge(pool, 4, [case for case in cases if possible(case)])
+    ways = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zb_h1", 1), ("zbv", 2), ("dualpipe_v", 2)]
+    judge(pool, 4, [Case(*way, 4, m) for way in ways for m in (1, 2, 3)])
 
 
 def test_T100_dualpipe_says_which_numbers_it_can():
