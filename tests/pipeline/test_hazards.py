@@ -18,7 +18,6 @@ from tests.pipeline.training import (
     in_turn,
     microbatches_of,
     plain,
-    possible,
     rows_of,
     several,
     trained,
@@ -45,7 +44,7 @@ def test_T100_dualpipe_says_which_numbers_it_can():
         schedule("dualpipe", 4, 3)
 
 
-T101 = [(name, v, ranks) for name, v in EVERY_SCHEDULE for ranks in (2, 4)]
+T101 = [(name, v, ranks) for name, v in EVERY_SCHEDULE for ranks in (2, 4) if name != "dualpipe"]
 OFTEN = [("1f1b", 1, 4), ("interleaved", 2, 2), ("interleaved", 3, 2), ("zbv", 2, 4)]
 
 
@@ -61,8 +60,7 @@ def test_T101_slow_ranks_and_large_messages(pool, name, virtual, ranks):
 @pytest.mark.parametrize(("name", "virtual", "ranks"), T101)
 def test_T101_any_number_of_microbatches(pool, name, virtual, ranks):
     for microbatches in range(2, 10):
-        if possible(Case(name, virtual, ranks, microbatches)):
-            check_runs(pool, [schedule(name, ranks, microbatches, virtual)], 0.05, timeout=30)
+        check_runs(pool, [schedule(name, ranks, microbatches, virtual)], 0.05, timeout=30)
 
 
 def test_T102_microbatches_and_layers_that_do_not_divide(pool):
