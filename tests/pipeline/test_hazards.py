@@ -53,7 +53,7 @@ OFTEN = [("1f1b", 1, 4), ("interleaved", 2, 2), ("interleaved", 3, 2), ("zbv", 2
     [*OFTEN, *(pytest.param(*each, marks=pytest.mark.drill) for each in T101 if each not in OFTEN)],
 )
 def test_T101_slow_ranks_and_large_messages(pool, name, virtual, ranks):
-    check_runs(pool, [schedule(name, ranks, ranks + 1, virtual)], 0.01, timeout=60)
+    check_runs(pool, [schedule(name, ranks, 3, virtual)], 0.01, timeout=60)
 
 
 @pytest.mark.drill
@@ -132,7 +132,7 @@ def test_T107_a_clean_step_after_one_that_failed(pool, name, virtual):
 
 
 def test_T107_every_weight_gradient(pool):
-    cases = [Case(*which, 4, m) for which in (("zb_h1", 1), ("zbv", 2), ("dualpipe_v", 2)) for m in (1, 4, 8)]
+    cases = [Case(*which, 4, m) for which in (("zb_h1", 1), ("zbv", 2)) for m in (1, 8)]
     judge(pool, 4, cases)
 
 
