@@ -18,8 +18,8 @@ torch/distributed/pipelining. Left out: freeing after I what W does not need; a 
 gradient, which fires in both halves if the tensor comes out of a border.
 """
 
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -46,38 +46,41 @@ class Border(NamedTuple):
 
 
 class Weights:
-    """What W needs, between I and W."""
+    """What W needs, between I and W. layers: borders of which none leads to another, those of the last one first."""
 
-    def __init__(self, borders: list[Border]):
-        self.borders = borders
+    def __init__(self, layers: list[list[Border]]):
+        self.layers = layers
 
     def run(self) -> None:
         """W. After: each weight's `grad` has what this backward gives it, added. No hook of a weight fires."""
-        shared = {weight for weight, count in self._leading_to().items() if count > 1}
-        while self.borders:
-            node, grads, weights, closed = self.borders.pop()
-            edges = [GradientEdge(node, i) for i, grad in enumerate(grads) if grad is not None]
-            together = not shared.isdisjoint(weights)
-            closing = [way.register_prehook(_nothing) for way in closed] if together else []
-            given = [grad for grad in grads if grad is not None]
-            found = torch.autograd.grad(edges, list(weights), given, retain_graph=together, allow_unused=True)
+        uses = Counter(weight for layer in self.layers for weight in _weights(layer))
+        while self.layers:
+            layer = self.layers.pop()
+            weights = list(_weights(layer))
+            shared = any(uses[weight] > 1 for weight in weights)  # with another layer, which is closed meanwhile
+            closing = [way.register_prehook(_nothing) for border in layer for way in border.closed if shared]
+            edges = [
+                GradientEdge(border.node, i)
+                for border in layer
+                for i, grad in enumerate(border.grads)
+                if grad is not None
+            ]
+            given = [grad for border in layer for grad in border.grads if grad is not None]
+            found = torch.autograd.grad(edges, weights, given, retain_graph=shared, allow_unused=True)
             for handle in closing:
                 handle.remove()
             for weight, grad in zip(weights, found, strict=True):
                 if grad is not None:
                     add(weight, grad)
 
-    def _leading_to(self) -> Counter[Tensor]:
-        return Counter(weight for border in self.borders for weight in border.weights)
-
 
 def backward_input(roots: Sequence[Root], inputs: Sequence[GradientEdge]) -> tuple[Gradients, Weights]:
     """I. Returns the gradient of each input, None where no output depends on it, and what is left for W."""
-    on_the_way = _leading_to({edge.node for edge in inputs}, [root.edge.node for root in roots])
-    borders = {node: border for node in on_the_way if (border := _border(node, on_the_way)).weights}
+    graph = _graph([root.edge.node for root in roots])
+    depth, borders = _on_the_way(graph, {edge.node for edge in inputs})
     # IDEA: what comes into a border in I is all that W needs to begin there.
     watching = [node.register_prehook(border.grads.extend) for node, border in borders.items()]
-    ways = [root for root in roots if root.edge.node in on_the_way]
+    ways = [root for root in roots if root.edge.node in depth]
     found: Gradients = [None] * len(inputs)
     if ways:
         edges, grads = [root.edge for root in ways], [root.grad for root in ways]
@@ -90,8 +93,12 @@ def backward_input(roots: Sequence[Root], inputs: Sequence[GradientEdge]) -> tup
             grads = borders[edge.node].grads
             grads += [None] * (edge.output_nr + 1 - len(grads))
             grads[edge.output_nr] = grad
-    reached = [border for border in borders.values() if any(grad is not None for grad in border.grads)]
-    return found, Weights(reached + [_root_border(root) for root in roots if root.edge.node not in on_the_way])
+    layers = defaultdict(list)
+    for node, border in borders.items():
+        if any(grad is not None for grad in border.grads):
+            layers[depth[node]].append(border)
+    alone = [[_root_border(root, graph)] for root in roots if root.edge.node not in depth]
+    return found, Weights([layers[i] for i in sorted(layers)] + alone)
 
 
 def add(weight: Tensor, grad: Tensor) -> None:
@@ -103,34 +110,44 @@ def add(weight: Tensor, grad: Tensor) -> None:
             weight.grad.add_(grad)
 
 
-def _leading_to(ends: set[Node], starts: Sequence[Node]) -> dict[Node, None]:
-    """The nodes from which an end is reached, each after all those that it leads to."""
-    leads: dict[Node, bool] = {}
-    seen, stack = set(), [(node, False) for node in starts]
+def _graph(starts: Sequence[Node]) -> dict[Node, list[Node]]:
+    """What each node below `starts` leads to. A node comes after all those that it leads to."""
+    children: dict[Node, list[Node]] = {}
+    graph, stack = {}, list(starts)
     while stack:
-        node, through = stack.pop()
-        below = [child for child, _ in node.next_functions if child is not None]
-        if through:
-            leads[node] = node in ends or any(leads[child] for child in below)
-        elif node not in seen:
-            seen.add(node)
-            stack += [(node, True), *((child, False) for child in below if child not in seen)]
-    return {node: None for node, does in leads.items() if does}
+        node = stack[-1]
+        if node in children:
+            graph.setdefault(stack.pop(), children[node])
+        else:
+            children[node] = [child for child, _ in node.next_functions if child is not None]
+            stack += [child for child in children[node] if child not in children]
+    return graph
 
 
-def _border(node: Node, on_the_way: dict[Node, None]) -> Border:
-    below = [child for child, _ in node.next_functions if child is not None]
-    down = [child for child in below if child not in on_the_way]
-    return Border(node, [], dict.fromkeys(_leaves(down)), [child for child in below if child in on_the_way])
+def _on_the_way(graph: Mapping[Node, list[Node]], ends: set[Node]) -> tuple[dict[Node, int], dict[Node, Border]]:
+    """Of each node from which an end is reached the number of borders on the longest way there, its own included; and
+    the borders.
+    """
+    depth: dict[Node, int] = {}
+    borders: dict[Node, Border] = {}
+    for node, below in graph.items():
+        closed = [child for child in below if child in depth]
+        if closed or node in ends:
+            depth[node] = max(map(depth.get, closed), default=0)
+            down = [child for child in below if child not in depth]
+            if down and (weights := dict.fromkeys(_leaves(down, graph))):
+                borders[node] = Border(node, [], weights, closed)
+                depth[node] += 1
+    return depth, borders
 
 
-def _root_border(root: Root) -> Border:
+def _root_border(root: Root, graph: Mapping[Node, list[Node]]) -> Border:
     """Of an output that depends on weights alone."""
     grads = [None] * root.edge.output_nr + [root.grad]
-    return Border(root.edge.node, grads, dict.fromkeys(_leaves([root.edge.node])), [])
+    return Border(root.edge.node, grads, dict.fromkeys(_leaves([root.edge.node], graph)), [])
 
 
-def _leaves(nodes: Sequence[Node]) -> Iterator[Tensor]:
+def _leaves(nodes: Sequence[Node], graph: Mapping[Node, list[Node]]) -> Iterator[Tensor]:
     """The weights below nodes."""
     seen, stack = set(), list(nodes)
     while stack:
@@ -139,7 +156,12 @@ def _leaves(nodes: Sequence[Node]) -> Iterator[Tensor]:
             seen.add(node)
             if hasattr(node, "variable"):
                 yield node.variable
-            stack += [child for child, _ in node.next_functions if child is not None]
+            stack += graph[node]
+
+
+def _weights(borders: Sequence[Border]) -> dict[Tensor, None]:
+    """The weights of borders, each once."""
+    return {weight: None for border in borders for weight in border.weights}
 
 
 def _nothing(grads: Any) -> tuple[None, ...]:

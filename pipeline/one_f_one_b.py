@@ -23,9 +23,9 @@ def one_f_one_b(ranks: int, microbatches: int, virtual: int = 1) -> Plan:
 
 
 def _of(stage: int, ranks: int, microbatches: int) -> list:
-    warmup = min(microbatches, ranks - stage - 1)  # forwards until the first backward can come back
+    warmup = ranks - stage - 1  # forwards until the first backward can come back
     actions = [F(stage, m) for m in range(warmup)]
-    for m in range(microbatches - warmup):
+    for m in range(microbatches):
         # IDEA: one forward, one backward: a new microbatch comes in only as an old one's activations go.
-        actions += [F(stage, warmup + m), B(stage, m)]
-    return actions + [B(stage, m) for m in range(microbatches - warmup, microbatches)]
+        actions += [F(stage, warmup + m), B(stage, m)]  # until there is no new one: cooldown
+    return actions

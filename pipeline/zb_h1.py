@@ -22,13 +22,9 @@ def zb_h1(ranks: int, microbatches: int, virtual: int = 1) -> Plan:
 
 
 def _of(stage: int, ranks: int, microbatches: int) -> list:
-    warmup = min(microbatches, ranks - stage - 1)
+    warmup = ranks - stage - 1
     actions = [F(stage, m) for m in range(warmup)]
-    for m in range(microbatches):
-        if warmup + m < microbatches:
-            actions.append(F(stage, warmup + m))
-        actions.append(I(stage, m))
-        if m >= stage:
-            # IDEA: a W has no one waiting for it, so it is done when nothing else can be.
-            actions.append(W(stage, m - stage))
-    return actions + [W(stage, m) for m in range(max(0, microbatches - stage), microbatches)]
+    for m in range(microbatches + stage):
+        # IDEA: a W has no one waiting for it, so it is done when nothing else can be.
+        actions += [F(stage, warmup + m), I(stage, m), W(stage, m - stage)]  # of those that there are
+    return actions

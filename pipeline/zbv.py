@@ -33,8 +33,8 @@ def _of(rank: int, ranks: int, n: int) -> list:
         # IDEA: on the way up a microbatch turns round at once, since the last stage has company of its own rank's W.
         actions += [F(up, rank + m), I(up, m), W(up, m)]
     for m in range(n - ranks):
-        actions += [F(down, first + rank + m)] if first + rank + m < n else []
-        actions += [I(down, m), W(down, m), F(up, ranks + m), I(up, ranks - rank + m), W(up, ranks - rank + m)]
+        actions += [F(down, first + rank + m), I(down, m), W(down, m)]
+        actions += [F(up, ranks + m), I(up, ranks - rank + m), W(up, ranks - rank + m)]
     for m in range(rank):
         actions += [I(down, n - ranks + m), I(up, n - rank + m)]
     for m in range(ranks - rank):

@@ -48,6 +48,19 @@ class Scaled(torch.autograd.Function):
         return grad * w, (grad * x).sum(0)
 
 
+class Detached(torch.autograd.Function):
+    """x·w, and nothing goes back to w."""
+
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(w)
+        return x * w
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * ctx.saved_tensors[0], None
+
+
 def linear(out: int = D, bias: bool = True) -> nn.Linear:
     return nn.Linear(D, out, bias=bias)
 
@@ -83,6 +96,13 @@ def one_output_twice(m: Of, h: Tensor) -> tuple[Tensor, ...]:
 def one_behind_the_other(m: Of, h: Tensor) -> tuple[Tensor, ...]:
     y = m.a(h)
     return y, m.b(torch.tanh(y))
+
+
+def grown(h: Tensor) -> Tensor:
+    """There are 2^40 ways through this."""
+    for _ in range(40):
+        h = h + 0.01 * h.sin()
+    return h
 
 
 def in_place(m: Of, h: Tensor) -> Tensor:
@@ -162,6 +182,10 @@ CASES = {
     "a function by hand, twice": Case(
         lambda: Of(lambda m, h: Scaled.apply(Scaled.apply(h, m.w).sin(), m.w), w=torch.randn(D)), x
     ),
+    "a function that gives its weight nothing": Case(
+        lambda: Of(lambda m, h: m.a(Detached.apply(h, m.w)), a=linear(), w=torch.randn(D)), x
+    ),
+    "many ways": Case(lambda: Of(lambda m, h: (grown(h * m.w), grown(m.w)), w=torch.randn(D)), x),
     "recomputed": Case(lambda: recomputed(a=linear(), b=linear()), x),
     "recomputed, the same twice": Case(lambda: recomputed(**dict.fromkeys("ab", linear())), x),
     "no weights": Case(nn.Tanh, x),

@@ -136,7 +136,7 @@ def test_gradients_are_the_weights_own():
     for name in ("a weight that is a sum", "added as it is", "an output that is a sum", "a transposed copy"):
         stage, inputs = built(name)
         _, weights = started(stage, inputs)
-        held = [grad for border in weights.borders for grad in border.grads if grad is not None]
+        held = [grad for layer in weights.layers for border in layer for grad in border.grads if grad is not None]
         weights.run()
         grads = [param.grad for param in stage.parameters()]
         places = [tensor.untyped_storage().data_ptr() for tensor in (*grads, *held)]

@@ -79,6 +79,7 @@ def test_live_microbatches_of_the_first_stage_move_the_cut():
     costs = [Cost(1, 2, weights=10, activations=10)] * 6
     assert partition(costs, 2) == [range(0, 3), range(3, 6)]
     assert partition(costs, 2, memory=80, live=[3, 1]) == [range(0, 2), range(2, 6)]
+    assert partition(costs, 2, memory=60) == partition(costs, 2, memory=60, live=[1, 1]) == [range(0, 3), range(3, 6)]
 
 
 @pytest.mark.parametrize(
@@ -141,8 +142,15 @@ def test_measuring_leaves_gradients_and_counts_frozen_weights_as_bytes():
 
 
 def test_layers_hand_on_several_tensors():
-    class Twice(nn.Module):
-        def forward(self, x):
-            return x, 2 * x
-
-    assert len(measure([Twice(), lambda pair: pair[0] + pair[1], nn.Linear(3, 1)], torch.ones(2, 3), repeats=1)) == 3
+    """Integers among them, and layers whose outputs or inputs have no gradient."""
+    shifted = lambda ids: (ids + 1, ids.float())  # noqa: E731
+    looked_up = nn.Embedding(9, 3).requires_grad_(False)
+    layers = [
+        shifted,
+        lambda pair: (looked_up(pair[0]), pair[0]),
+        lambda pair: pair[0] + pair[1][:, None],
+        nn.Linear(3, 1),
+    ]
+    costs = measure(layers, torch.arange(4), repeats=1)
+    assert [cost.weights for cost in costs] == [0, 0, 0, 16]
+    assert [cost.activations for cost in costs] == [0, 0, 0, 4 * 4 * 3]

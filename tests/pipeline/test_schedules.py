@@ -112,12 +112,14 @@ def torchs_order(cls, ranks: int, microbatches: int, virtual: int, rank: int) ->
     ("name", "cls", "least"),
     [
         ("interleaved", torchs.ScheduleInterleaved1F1B, 1),
-        ("zbv", torchs.ScheduleZBVZeroBubble, 1),
+        ("zbv", torchs.ScheduleZBVZeroBubble, 0),
         ("dualpipe_v", torchs.ScheduleDualPipeV, 2),
     ],
 )
 def test_orders_are_pytorchs(name, cls, least, ranks):
-    for microbatches in (n for n in range(least * ranks, 4 * ranks + 1) if name != "interleaved" or n % ranks == 0):
+    for microbatches in (
+        n for n in range(least * ranks or 1, 4 * ranks + 1) if name != "interleaved" or n % ranks == 0
+    ):
         plan = schedule(name, ranks, microbatches)
         for rank in range(ranks):
             assert list(map(tuple, plan.actions[rank])) == torchs_order(cls, ranks, microbatches, 2, rank)
