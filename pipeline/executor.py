@@ -125,7 +125,8 @@ class Pipeline:
         # IDEA: whatever the schedule, a step is a list of verbs, and to run it is to do them one after the other.
         for verb, what in steps:
             getattr(run, verb)(what)
-        self.known[key] = run.kinds
+        if not self.varies:
+            self.known[key] = run.kinds
         return [run.losses[m] for m in sorted(run.losses)]
 
     def _problem(self, plan: Plan, microbatches: Sequence[Microbatch], loss: Callable | None) -> str:

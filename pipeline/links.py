@@ -67,14 +67,12 @@ def gradients_of(kinds: Kinds) -> Kinds:
 
 
 class Outgoing:
-    """A message on its way: its tensors must stay until `settle` returns."""
+    """A message on its way, behind its description if that is `told`. Its tensors must stay until `settle` returns."""
 
-    def __init__(self, tensors: Sequence[Tensor], group: dist.ProcessGroup, told: Kinds | None):
-        peer = 1 - group.rank()
+    def __init__(self, tensors: Sequence[Tensor], group: dist.ProcessGroup, device: torch.device, told: Kinds | None):
+        peer, text = 1 - group.rank(), () if told is None else _encoded(told, device)
         with about("description"):
-            self.works = [
-                p2p.isend(part, peer, group=group) for part in (() if told is None else _encoded(told, tensors))
-            ]
+            self.works = [p2p.isend(part, peer, group=group) for part in text]
         self.works.append(p2p.exchange([(tensor, peer) for tensor in tensors], [], group=group))
 
     def settle(self) -> None:
@@ -111,10 +109,9 @@ class Incoming:
         return self.tensors
 
 
-def _encoded(kinds: Kinds, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+def _encoded(kinds: Kinds, device: torch.device) -> tuple[Tensor, Tensor]:
     """A length, and a text of that length, as tensors."""
     text = json.dumps([(kind.shape, str(kind.dtype).removeprefix("torch."), kind.grad) for kind in kinds]).encode()
-    device = tensors[0].device if tensors else None
     return torch.tensor([len(text)], device=device), torch.tensor(list(text), dtype=torch.uint8, device=device)
 
 

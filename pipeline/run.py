@@ -109,7 +109,7 @@ class Run:
         told = self.kinds[result] if result.kind == "activation" and self.known is None else None
         tensors = self.here.pop(result)
         with about(str(message)):
-            self.outgoing[message] = Outgoing(tensors, of_message(message, self.pipe.links), told)
+            self.outgoing[message] = Outgoing(tensors, of_message(message, self.pipe.links), self.pipe.device, told)
 
     def settle(self, message: Message) -> None:
         """A message has left: free it."""
