@@ -42,7 +42,7 @@ def connect(plan: Plan, pipelines: Sequence[Sequence[int]], new_group: Callable)
     """
     links = {}
     for ranks in pipelines:
-        for channel, ends in sorted(_channels(plan).items()):
+        for channel, ends in sorted(channels(plan).items()):
             # IDEA: a group for each direction of a boundary: on it one rank sends only, and the other receives only.
             group = new_group(sorted(ranks[end] for end in ends), "pipeline {} {}".format(*channel))
             if group is not None:
@@ -50,8 +50,8 @@ def connect(plan: Plan, pipelines: Sequence[Sequence[int]], new_group: Callable)
     return links
 
 
-def _channels(plan: Plan) -> dict[Channel, tuple[int, int]]:
-    """The two places between which a channel lies."""
+def channels(plan: Plan) -> dict[Channel, tuple[int, int]]:
+    """The channels of a plan, each with the two places between which it lies."""
     messages = [message_to(plan, action) for actions in plan.actions for action in actions]
     return {one_a_direction(each): (each.source_rank, each.target_rank) for each in messages if each is not None}
 
