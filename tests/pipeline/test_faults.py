@@ -132,21 +132,19 @@ FAULTS = {  # what it is: file, what is there, what is put there, and the test
         lambda: partitions.test_best_of_all_cuts(True),
     ),
     "a weight that is used twice counts thrice": (
-        "backward",
-        "if together else []",
-        "if False else []",
+        *("backward", "for way in border.closed if shared]", "for way in border.closed if False]"),
         halves("same in series"),
     ),
     "W replaces gradients": (
         *("backward", "weight.grad.add_(grad)", "weight.grad.copy_(grad)"),
-        halves("same in parallel"),
+        halves("same in series"),
     ),
     "W keeps what autograd hands out": (
         *("backward", "torch.empty_like(weight).copy_(grad)", "grad"),
         lambda: backward.test_halves_of_several_microbatches_add_up_in_any_order("a weight that is a sum"),
     ),
     "an output of weights alone is forgotten": (
-        *("backward", "_leaves([root.edge.node])", "()"),
+        *("backward", "_leaves([root.edge.node], graph)", "()"),
         halves("an output of weights alone"),
     ),
     "the first gradient of a node stands for all": (
@@ -158,7 +156,7 @@ FAULTS = {  # what it is: file, what is there, what is put there, and the test
         first("an own weight in pieces"),
     ),
     "W goes through the ways as well": (
-        *("backward", "if child not in on_the_way]\n    return Border", "]\n    return Border"),
+        *("backward", "down = [child for child in below if child not in depth]", "down = below"),
         backward.test_each_half_does_its_own_products,
     ),
     "every call of the first module is an entry": (
