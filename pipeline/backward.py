@@ -46,7 +46,8 @@ class Weights:
         self.layers = layers
 
     def run(self) -> None:
-        """W. After: each weight's `grad` has what this backward gives it, added. No hook of a weight fires.
+        """W. After: each weight's `grad` has what this backward gives it, added. A hook of a weight sees the gradient
+        of a layer of borders; hooks for an accumulated gradient do not fire.
 
         A weight to which several borders lead gets the sum of what each gives, once: the way from one to the other is
         closed meanwhile.
@@ -103,13 +104,15 @@ def backward_input(roots: Sequence[Root], inputs: Sequence[GradientEdge]) -> tup
     return found, Weights([layers[i] for i in sorted(layers)] + alone)
 
 
+@torch.no_grad()
 def add(weight: Tensor, grad: Tensor) -> None:
-    """Add to a weight's `grad`, in place where there is one."""
-    with torch.no_grad():
-        if weight.grad is None:  # `grad` may be another weight's too, or on its way to the stage before
-            weight.grad = torch.empty_like(weight).copy_(grad)
-        else:
-            weight.grad.add_(grad)
+    """Add to a weight's `grad`, in place where both are dense."""
+    if weight.grad is not None:
+        weight.grad = weight.grad.add_(grad) if weight.grad.layout == torch.strided else weight.grad + grad
+    elif grad.layout == torch.strided:  # `grad` may be another weight's too, or on its way to the stage before
+        weight.grad = torch.empty_like(weight).copy_(grad)
+    else:
+        weight.grad = grad.clone()
 
 
 def _graph(starts: Sequence[Node]) -> dict[Node, list[Node]]:

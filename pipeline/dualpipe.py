@@ -7,7 +7,7 @@ half of the microbatches each. Each rank has the s-th stage of one copy and the 
     rank 3  f4 f5 f6 F0 I0 W0 F1 f7+B1    F2+b4    B2    F3+   b5    B3    i6 w6 i7 w7
 
 Small letters are of a rank's second stage, + joins a pair. Idle: (P/2 - 1)(F&B + B - 3W), if M >= 2P and F, I and W
-take as long; F&B is the time of a pair. P+1 stages live, the parameters twice. DualPipeV is this, folded at the middle.
+take as long; F&B is the time of a pair, one piece. P+1 stages live, the parameters twice. DualPipeV is this, folded.
 
 DeepSeek-AI 2024, "DeepSeek-V3", 3.2.1. Left out: the sum of the copies' gradients, over ranks r and P-1-r.
 """

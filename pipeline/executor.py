@@ -14,7 +14,7 @@ torch/distributed/pipelining. Left out: communication of a pair of actions hidde
 import contextlib
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -29,10 +29,20 @@ from pipeline.check import check
 from pipeline.entry import Entry
 from pipeline.events import Around, events
 from pipeline.forward_only import forward_only
-from pipeline.links import Kinds, Links
+from pipeline.links import Kinds, Links, channels
 from pipeline.plan import Plan, Result
 from pipeline.program import Step, program
 from pipeline.run import Microbatch, Run
+
+REMEMBERED = 64  # kinds of steps whose messages are known
+
+
+class Prepared(NamedTuple):
+    """A plan, what this rank does in it, and the events around its actions."""
+
+    plan: Plan
+    steps: list[Step]
+    around: list[Around]
 
 
 class Pipeline:
@@ -67,15 +77,13 @@ class Pipeline:
         self.loss, self.timeline, self.varies, self.rank = loss, timeline, varies, group.rank()
         self.params = [param for stage in self.stages.values() for param in stage.parameters()]
         self.device = device or next((param.device for param in self.params), torch.device("cpu"))
-        together(self._check, group=group)
-        plans = comm.all_gather_object((plan.name, plan.microbatches, zlib.crc32(repr(plan).encode())), group=group)
-        if len(set(plans)) > 1:
-            told = ", ".join(f"{name} of {microbatches} microbatches" for name, microbatches, _ in plans)
-            raise ValueError(f"the ranks have different plans: {told}; make the same on every rank")
         self.handle, self.open, self.reduce = handle, open, reduce
         self.units = units or {number: [stage] for number, stage in self.stages.items()}
+        together(self._check, group=group)
+        self._compare()
         self.entries = {number: Entry(stage) for number, stage in self.stages.items() if plan.before(number) is None}
-        self.prepared: dict[Plan, tuple[list[Step], list[Around]]] = {plan: self._prepare(plan)}
+        self.training = self._prepare(plan)
+        self.evaluations: dict[int, Prepared] = {}  # by the number of microbatches
         self.known: dict[tuple, dict[Result, Kinds]] = {}  # what messages are, by what the step was given
 
     def _check(self) -> None:
@@ -87,10 +95,24 @@ class Pipeline:
                 f"given stages {sorted(self.stages)}; in {self.plan.name} this rank has "
                 f"{self.plan.stages_of(self.rank)}"
             )
+        for channel, ends in channels(self.plan).items():
+            if self.rank in ends and channel not in self.links:
+                kind, stage = channel
+                raise ValueError(f"links have no group for the {kind}s behind stage {stage}: `connect` this very plan")
+        self._prepare(self.plan)
 
-    def _prepare(self, plan: Plan) -> tuple[list[Step], list[Around]]:
+    def _compare(self) -> None:
+        """Raise ValueError on every rank unless all were given the same."""
+        plan, settings = self.plan, f"open={self.open}, reduce={self.reduce}, varies={self.varies}"
+        mine = f"{plan.name} of {plan.microbatches} microbatches, {settings}", zlib.crc32(repr(plan).encode())
+        everyone = comm.all_gather_object(mine, group=self.group)
+        if len(set(everyone)) > 1:
+            told = "; ".join(words for words, _ in everyone)
+            raise ValueError(f"the ranks have different plans or settings: {told}. Give the same on every rank")
+
+    def _prepare(self, plan: Plan) -> Prepared:
         units = self.units if self.handle is not None else {}
-        return program(plan, self.rank), events(plan.actions[self.rank], units, self.open, self.reduce)
+        return Prepared(plan, program(plan, self.rank), events(plan.actions[self.rank], units, self.open, self.reduce))
 
     def step(
         self, microbatches: Sequence[Microbatch], loss: Callable[[Any, Any], Tensor] | None = None
@@ -103,7 +125,7 @@ class Pipeline:
         backward: `handle.finish()` is the caller's. Raises ValueError on every rank for what does not fit the plan.
         """
         with contextlib.nullcontext() if self.handle is None else self.handle.deferring():
-            return self._run(self.plan, microbatches, loss or self.loss)
+            return self._run(self.training, microbatches, loss or self.loss)
 
     def evaluate(
         self, microbatches: Sequence[Microbatch], loss: Callable[[Any, Any], Tensor] | None = None
@@ -111,21 +133,23 @@ class Pipeline:
         """Forward alone, of any number of microbatches, the same on every rank. Returns of each that has its last stage
         here the loss, or whatever `loss(output, target)` is; nothing of it is kept.
         """
-        plan = forward_only(self.plan, len(microbatches))
-        if plan not in self.prepared:
-            self.prepared[plan] = self._prepare(plan)
+        count = len(microbatches)
+        if count not in self.evaluations:
+            self.evaluations[count] = self._prepare(forward_only(self.plan, count))
         with torch.no_grad():
-            return self._run(plan, microbatches, loss or self.loss)
+            return self._run(self.evaluations[count], microbatches, loss or self.loss)
 
-    def _run(self, plan: Plan, microbatches: Sequence[Microbatch], loss: Callable | None) -> list[Any]:
+    def _run(self, prepared: Prepared, microbatches: Sequence[Microbatch], loss: Callable | None) -> list[Any]:
+        plan, steps, around = prepared
         key = self._agreed(plan, microbatches, loss)
-        kinds = None if self.varies else self.known.get(key)
-        steps, around = self.prepared[plan]
-        run = Run(self, plan, microbatches, loss=loss, known=kinds, around=iter(around))
+        run = Run(self, plan, microbatches, loss=loss, known=self.known.get(key), around=iter(around))
         # IDEA: whatever the schedule, a step is a list of verbs, and to run it is to do them one after the other.
         for verb, what in steps:
             getattr(run, verb)(what)
-        self.known[key] = run.kinds
+        if not self.varies:
+            self.known[key] = run.kinds
+        if len(self.known) > REMEMBERED:
+            del self.known[next(iter(self.known))]  # the oldest, on every rank alike
         return [run.losses[m] for m in sorted(run.losses)]
 
     def _problem(self, plan: Plan, microbatches: Sequence[Microbatch], loss: Callable | None) -> str:
@@ -135,6 +159,11 @@ class Pipeline:
             return f"{told}: give as many, or make another plan"
         if loss is None and plan.trains and any(plan.after(stage) is None for stage in self.stages):
             return "there is no loss, and a last stage is here: give loss="
+        if plan.trains and not torch.is_grad_enabled():
+            return "gradients are off: call `step` outside of torch.no_grad(), or `evaluate`"
+        for m, each in enumerate(microbatches):
+            if not isinstance(each.args, tuple | list) or not isinstance(each.kwargs, Mapping):
+                return f"microbatch {m} has args or kwargs that are none: give Microbatch((x, …), {{…}}, target)"
         firsts = [stage for stage in self.stages if plan.before(stage) is None]
         without = [m for stage in firsts for m in plan.through(stage) if not microbatches[m].args]
         return f"microbatch {without[0]} has no args, and a first stage is here" if without else ""

@@ -42,7 +42,7 @@ def connect(plan: Plan, pipelines: Sequence[Sequence[int]], new_group: Callable)
     """
     links = {}
     for ranks in pipelines:
-        for channel, ends in sorted(_channels(plan).items()):
+        for channel, ends in sorted(channels(plan).items()):
             # IDEA: a group for each direction of a boundary: on it one rank sends only, and the other receives only.
             group = new_group(sorted(ranks[end] for end in ends), "pipeline {} {}".format(*channel))
             if group is not None:
@@ -50,8 +50,8 @@ def connect(plan: Plan, pipelines: Sequence[Sequence[int]], new_group: Callable)
     return links
 
 
-def _channels(plan: Plan) -> dict[Channel, tuple[int, int]]:
-    """The two places between which a channel lies."""
+def channels(plan: Plan) -> dict[Channel, tuple[int, int]]:
+    """The channels of a plan, each with the two places between which it lies."""
     messages = [message_to(plan, action) for actions in plan.actions for action in actions]
     return {one_a_direction(each): (each.source_rank, each.target_rank) for each in messages if each is not None}
 
@@ -67,14 +67,12 @@ def gradients_of(kinds: Kinds) -> Kinds:
 
 
 class Outgoing:
-    """A message on its way: its tensors must stay until `settle` returns."""
+    """A message on its way, behind its description if that is `told`. Its tensors must stay until `settle` returns."""
 
-    def __init__(self, tensors: Sequence[Tensor], group: dist.ProcessGroup, told: Kinds | None):
-        peer = 1 - group.rank()
+    def __init__(self, tensors: Sequence[Tensor], group: dist.ProcessGroup, device: torch.device, told: Kinds | None):
+        peer, text = 1 - group.rank(), () if told is None else _encoded(told, device)
         with about("description"):
-            self.works = [
-                p2p.isend(part, peer, group=group) for part in (() if told is None else _encoded(told, tensors))
-            ]
+            self.works = [p2p.isend(part, peer, group=group) for part in text]
         self.works.append(p2p.exchange([(tensor, peer) for tensor in tensors], [], group=group))
 
     def settle(self) -> None:
@@ -111,10 +109,9 @@ class Incoming:
         return self.tensors
 
 
-def _encoded(kinds: Kinds, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+def _encoded(kinds: Kinds, device: torch.device) -> tuple[Tensor, Tensor]:
     """A length, and a text of that length, as tensors."""
     text = json.dumps([(kind.shape, str(kind.dtype).removeprefix("torch."), kind.grad) for kind in kinds]).encode()
-    device = tensors[0].device if tensors else None
     return torch.tensor([len(text)], device=device), torch.tensor(list(text), dtype=torch.uint8, device=device)
 
 

@@ -158,7 +158,7 @@ def made(
 
 
 def _kept(actions: Sequence[Action], plan: Plan) -> Iterator[Action]:
-    there = [action.microbatch in plan.through(action.stage) for action in actions]
+    there = [*(action.microbatch in plan.through(action.stage) for action in actions), False]
     for i, action in enumerate(actions):
         if there[i]:
             yield action._replace(paired=action.paired and there[i + 1])

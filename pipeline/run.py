@@ -109,7 +109,7 @@ class Run:
         told = self.kinds[result] if result.kind == "activation" and self.known is None else None
         tensors = self.here.pop(result)
         with about(str(message)):
-            self.outgoing[message] = Outgoing(tensors, of_message(message, self.pipe.links), told)
+            self.outgoing[message] = Outgoing(tensors, of_message(message, self.pipe.links), self.pipe.device, told)
 
     def settle(self, message: Message) -> None:
         """A message has left: free it."""
@@ -133,7 +133,7 @@ class Run:
             outputs, grads = self._end(output, batch.target, m)
         else:
             outputs, grads = list(_tensors(output, stage)), None
-            self._hand_on(stage, m, outputs)
+            self._hand_on(stage, m, args, outputs)
         if self.plan.trains:
             leaving = [get_gradient_edge(output) for output in outputs if output.requires_grad]
             self.live[stage, m] = _Live(inputs, leaving, grads, entry.taken() if entry else [])
@@ -141,12 +141,14 @@ class Run:
     def _end(self, output: Any, target: Any, m: int) -> tuple[list[Tensor], list[Tensor]]:
         """The last stage has run. Returns the loss and its gradient, if there is a backward."""
         result = output if self.loss is None else self.loss(output, target)
+        if self.plan.trains and result.dim() > 0:
+            raise ValueError(f"the loss of microbatch {m} has the shape {list(result.shape)}: return a scalar")
         self.losses[m] = tree_map_only(Tensor, Tensor.detach, result)
         if not self.plan.trains:
             return [], []
         return [result], [torch.ones_like(result)] * result.requires_grad
 
-    def _hand_on(self, stage: int, m: int, outputs: list[Tensor]) -> None:
+    def _hand_on(self, stage: int, m: int, args: Sequence[Any], outputs: list[Tensor]) -> None:
         result = Result("activation", stage, m)
         self.kinds[result] = described(outputs)
         if self.known is not None and self.kinds[result] != self.known[result]:
@@ -156,6 +158,9 @@ class Run:
             )
         # IDEA: the output itself goes to the next stage; its place in the graph is all that backward needs.
         self.here[result] = [output.detach() for output in outputs]
+        for i, output in enumerate(outputs):
+            if output.grad_fn is None and not any(output is arg for arg in args):
+                self.here[result][i] = output.detach().clone()  # a buffer may change before it has left
 
     def _backward(self, stage: int, m: int) -> None:
         live = self.live.pop((stage, m))

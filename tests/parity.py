@@ -22,12 +22,11 @@ from torch import Tensor
 
 from collectives import comm, layout
 from collectives.runtime import Runtime
-from nd_mesh.config import Config, DataConfig, MeshConfig, ModelConfig, ParallelConfig, TrainConfig
+from nd_mesh.config import Config, DataConfig, MeshConfig, ModelConfig, ParallelConfig, TrainConfig, pipeline_plan
 from nd_mesh.data import Stream
 from nd_mesh.mesh import Grid
 from nd_mesh.parallelize import DATA_STRATEGIES
 from nd_mesh.train import Trainer
-from pipeline import schedule
 from tensor_parallel import cut
 from tests.pool import Pool
 from tests.reference import loop
@@ -57,7 +56,7 @@ def config(*, train: TrainConfig = SGD, **settings: Any) -> Config:
 # Where a run is computed: it may change when a run is resumed. A new axis or option is one line.
 WHERE = {
     "pipeline": (
-        *("1 1f1b", "2 1f1b", "4 1f1b", "3 layer_wise", "2 gpipe", "2 interleaved"),
+        *("1 1f1b", "2 1f1b", "4 1f1b", "3 layer_wise", "2 gpipe 2", "2 interleaved 3"),
         *("2 zb_h1", "4 zb_h1", "2 zbv", "3 zbv", "2 dualpipe_v"),
     ),
     "reduce_each": (False, True),
@@ -162,11 +161,11 @@ def run_of(options: dict[str, Any]) -> Config:
     first or the last.
     """
     settings = {name: value for name, value in options.items() if name != "pipeline"}
-    pp, name = options.get("pipeline", "1 1f1b").split()
-    cfg = config(pp=int(pp), schedule=name, **settings)
+    pp, name, *virtual = options.get("pipeline", "1 1f1b").split()
+    cfg = config(pp=int(pp), schedule=name, virtual=int(*virtual), **settings)
     if cfg.mesh.pp == 1:
         return cfg
-    stages = schedule(name, cfg.mesh.pp, 1).stages
+    stages = pipeline_plan(cfg).stages
     places = [(2 * layer + stages // 3) % stages for layer in range(cfg.model.layers)]
     layers = tuple(places.count(stage) for stage in range(stages))
     return replace(cfg, parallel=replace(cfg.parallel, stage_layers=layers))

@@ -156,8 +156,12 @@ FAULTS = {  # what it is: file, what is there, what is put there, and the test
         first("an own weight in pieces"),
     ),
     "W goes through the ways as well": (
-        *("backward", "down = [child for child in below if child not in depth]", "down = below"),
+        *("backward", "for child in below if child not in depth]", "for child in below]"),
         backward.test_each_half_does_its_own_products,
+    ),
+    "borders one behind the other run at once": (
+        *("backward", "depth[node] += 1", "pass"),
+        halves("same in series"),
     ),
     "every call of the first module is an entry": (
         *("entry", "self.inside = False  # a module", "pass  # a module"),

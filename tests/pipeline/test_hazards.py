@@ -18,7 +18,6 @@ from tests.pipeline.training import (
     in_turn,
     microbatches_of,
     plain,
-    possible,
     rows_of,
     several,
     trained,
@@ -36,8 +35,8 @@ def judge(pool, ranks, cases, recipe=ONCE):
 
 
 def test_T100_fewer_microbatches_than_stages(pool):
-    cases = [Case(*which, 4, m) for which in EVERY_SCHEDULE if which[1] < 3 for m in (1, 2, 3)]
-    judge(pool, 4, [case for case in cases if possible(case)])
+    ways = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zb_h1", 1), ("zbv", 2), ("dualpipe_v", 2)]
+    judge(pool, 4, [Case(*way, 4, m) for way in ways for m in (1, 2, 3)])
 
 
 def test_T100_dualpipe_says_which_numbers_it_can():
@@ -45,7 +44,7 @@ def test_T100_dualpipe_says_which_numbers_it_can():
         schedule("dualpipe", 4, 3)
 
 
-T101 = [(name, v, ranks) for name, v in EVERY_SCHEDULE for ranks in (2, 4)]
+T101 = [(name, v, ranks) for name, v in EVERY_SCHEDULE for ranks in (2, 4) if name != "dualpipe"]
 OFTEN = [("1f1b", 1, 4), ("interleaved", 2, 2), ("interleaved", 3, 2), ("zbv", 2, 4)]
 
 
@@ -54,15 +53,14 @@ OFTEN = [("1f1b", 1, 4), ("interleaved", 2, 2), ("interleaved", 3, 2), ("zbv", 2
     [*OFTEN, *(pytest.param(*each, marks=pytest.mark.drill) for each in T101 if each not in OFTEN)],
 )
 def test_T101_slow_ranks_and_large_messages(pool, name, virtual, ranks):
-    check_runs(pool, [schedule(name, ranks, ranks + 1, virtual)], 0.01, timeout=60)
+    check_runs(pool, [schedule(name, ranks, 3, virtual)], 0.01, timeout=60)
 
 
 @pytest.mark.drill
 @pytest.mark.parametrize(("name", "virtual", "ranks"), T101)
 def test_T101_any_number_of_microbatches(pool, name, virtual, ranks):
     for microbatches in range(2, 10):
-        if possible(Case(name, virtual, ranks, microbatches)):
-            check_runs(pool, [schedule(name, ranks, microbatches, virtual)], 0.05, timeout=30)
+        check_runs(pool, [schedule(name, ranks, microbatches, virtual)], 0.05, timeout=30)
 
 
 def test_T102_microbatches_and_layers_that_do_not_divide(pool):
@@ -134,7 +132,7 @@ def test_T107_a_clean_step_after_one_that_failed(pool, name, virtual):
 
 
 def test_T107_every_weight_gradient(pool):
-    cases = [Case(*which, 4, m) for which in (("zb_h1", 1), ("zbv", 2), ("dualpipe_v", 2)) for m in (1, 4, 8)]
+    cases = [Case(*which, 4, m) for which in (("zb_h1", 1), ("zbv", 2)) for m in (1, 8)]
     judge(pool, 4, cases)
 
 

