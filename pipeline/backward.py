@@ -1,21 +1,15 @@
 """Backward in two halves, for any module: I, the gradients of a stage's inputs; W, those of its weights.
 
-Autograd's graph runs from a stage's outputs to its inputs and to its weights. Nodes on the way to an input make up I. A
-node on that way which also leads to weights, such as a matrix product, is a border: in I it is asked for one of its
-results, in W, from the same gradient, for the other. So I notes what comes into each border, and W begins there.
+Nodes of autograd's graph on the way from an output to an input make up I. One that leads to weights as well, such as a
+matrix product, is a border: I asks it for one of its results, W, from the same gradient, for the other.
 
           loss ── norm ── matmul ── gelu ── matmul ── x         I goes along here
                    │        │                 │
                  weight   weight            weight              W goes down, from each border
 
-Memory: from I to W the gradient that entered each border, and whatever forward saved. A weight that several borders
-lead to gets the sum of what each gives, once: from one border the way to another one's is closed. A node made by a
-Python autograd.Function runs whole in both halves, whatever is asked of it: so a collective and a weight do not belong
-in one function.
-
-Qi et al. 2023, "Zero Bubble Pipeline Parallelism", 2.1. PyTorch's counterpart: _backward.py of
-torch/distributed/pipelining. Left out: freeing after I what W does not need; a hook on a tensor that changes its
-gradient, which fires in both halves if the tensor comes out of a border.
+Memory from I to W: what forward saved, and the gradient that entered each border. Qi et al. 2023, "Zero Bubble Pipeline
+Parallelism", 2.1. PyTorch's counterpart: torch/distributed/pipelining/_backward.py. Left out: freeing what W does not
+need; a hook that changes a gradient, which fires in both halves on a tensor that comes out of a border.
 """
 
 from collections import Counter, defaultdict
@@ -54,6 +48,9 @@ class Weights:
     def run(self) -> None:
         """W. After: each weight's `grad` has what this backward gives it, added. A hook of a weight sees the gradient
         of a layer of borders; hooks for an accumulated gradient do not fire.
+
+        A weight to which several borders lead gets the sum of what each gives, once: the way from one to the other is
+        closed meanwhile.
         """
         uses = Counter(weight for layer in self.layers for weight in _weights(layer))
         while self.layers:
@@ -77,7 +74,11 @@ class Weights:
 
 
 def backward_input(roots: Sequence[Root], inputs: Sequence[GradientEdge]) -> tuple[Gradients, Weights]:
-    """I. Returns the gradient of each input, None where no output depends on it, and what is left for W."""
+    """I. Returns the gradient of each input, None where no output depends on it, and what is left for W.
+
+    A node made by a Python autograd.Function runs whole in both halves, whatever is asked of it: so a collective and a
+    weight do not belong in one function.
+    """
     graph = _graph([root.edge.node for root in roots])
     depth, borders = _on_the_way(graph, {edge.node for edge in inputs})
     # IDEA: what comes into a border in I is all that W needs to begin there.

@@ -6,13 +6,10 @@ half of the microbatches each. Each rank has the s-th stage of one copy and the 
     rank 2     f4 F0 f5 F1 f6 B0    F2+b4    f7+B1    F3+b5    B2    b6    I3 i7 W3 w7
     rank 3  f4 f5 f6 F0 I0 W0 F1 f7+B1    F2+b4    B2    F3+   b5    B3    i6 w6 i7 w7
 
-Small letters are of a rank's second stage, + joins a pair. Both ends fill the pipeline at once, and a forward of one
-copy pairs with a backward of the other. Idle, if F, I and W take as long: (P/2 - 1)(F&B + B - 3W), with F&B the time of
-a pair, which is one piece; P+1 stages live; the parameters twice. DualPipeV is this, folded at the middle, with one
-copy and half the ranks.
+Small letters are of a rank's second stage, + joins a pair. Idle: (P/2 - 1)(F&B + B - 3W), if M >= 2P and F, I and W
+take as long; F&B is the time of a pair, one piece. P+1 stages live, the parameters twice. DualPipeV is this, folded.
 
-DeepSeek-AI 2024, "DeepSeek-V3", 3.2.1, table 2 and figure 5. Left out: the sum of the two copies' gradients, which is
-an all_reduce between ranks r and P-1-r (collectives/partials.py).
+DeepSeek-AI 2024, "DeepSeek-V3", 3.2.1. Left out: the sum of the copies' gradients, over ranks r and P-1-r.
 """
 
 from pipeline.dualpipe_v import Sides

@@ -4,13 +4,12 @@ hides the other's communication.
     rank 0  F0 F1 F2 f0 i0 w0 f1 F3+b1    f2+B0    b2    f3+   B1    b3    I2 W2 I3 W3
     rank 1     F0 f0 F1 f1 F2 b0    f2+B0    F3+b1    f3+B1    b2    B2    i3 I3 w3 W3
 
-Small letters are of a rank's second stage, + joins a pair. Idle, if a pair takes as long as its two parts: P-1 of the
-makespan with the parts one after the other, as in ZBV, and 2(P-1) if the pair is one piece, whose results are there at
-its end. At most 2P+1 half stages are live. The pair is for expert parallelism, whose all-to-all is as long as its
-compute.
+Small letters are of a rank's second stage, + joins a pair. Idle, if F, I and W take as long: P-1 of the makespan with
+the parts of a pair in turn, as in ZBV, 2(P-1) if it is one piece, whose results are there at its end. At most 2P+1 half
+stages are live. The pair is for expert parallelism, whose all-to-all is as long as its compute.
 
-DeepSeek-AI 2024, "DeepSeek-V3", 3.2.1, folded in two ("cut in half", after Qi). PyTorch's counterpart:
-ScheduleDualPipeV. Left out: the kernels that share a GPU between the two parts; here they run one after the other.
+DeepSeek-AI 2024, "DeepSeek-V3", 3.2.1, "cut in half" (Qi). PyTorch's counterpart: ScheduleDualPipeV. Left out: kernels
+that share a GPU between the two parts, which run in turn here.
 """
 
 from pipeline.plan import Action, B, F, I, Plan, W, check_numbers, made, v_shaped

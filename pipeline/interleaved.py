@@ -19,7 +19,7 @@ def interleaved(ranks: int, microbatches: int, virtual: int = 2) -> Plan:
     """Any number of ranks, of stages a rank and of microbatches; a last group that is not full leaves gaps."""
     check_numbers("interleaved", ranks=ranks, microbatches=microbatches, virtual=virtual, fits=None)
     groups = -(-microbatches // ranks)
-    # IDEA: the k-th forward of any rank is of one chunk and microbatch, and the k-th backward of the mirrored chunk.
+    # IDEA: the k-th forward is of one microbatch on all ranks, in the same one of their stages; backward mirrors it.
     order = [(v, g * ranks + i) for g in range(groups) for v in range(virtual) for i in range(ranks)]
     actions = []
     for rank in range(ranks):

@@ -8,9 +8,8 @@
 
 As idle as GPipe, (P-1)(F+B); but stage s never has more than P-s microbatches in flight, however many there are.
 
-Narayanan et al. 2021, "Efficient Large-Scale Language Model Training", 2.2.1, after Fan et al. 2020 (DAPPLE); lecture
-B, "1F1B (PipeDream): 메모리도 잡기". It is PipeDream-Flush: PipeDream itself (2018) never flushes, and keeps old
-weights. PyTorch's counterpart: Schedule1F1B.
+Narayanan et al. 2021, "Efficient Large-Scale Language Model Training", 2.2.1; lecture B, "1F1B (PipeDream): 메모리도
+잡기", but PipeDream itself (2018) never flushes, and keeps old weights. PyTorch's counterpart: Schedule1F1B.
 """
 
 from pipeline.plan import B, F, Plan, check_numbers, looped, made

@@ -1,8 +1,6 @@
-"""A plan: what each rank of a pipeline does, in which order. It is data: lists of actions, which the checker checks,
-the simulator times, the picture draws and the executor runs.
+"""A plan: what each rank of a pipeline does, in which order. It is data, which is checked, timed, drawn and run.
 
-The model is a chain of stages, and a microbatch goes through all of them. A rank has one stage, or several (virtual
-stages, or chunks). An action is one microbatch in one stage:
+The model is a chain of stages; a rank has one, or several (virtual stages). An action is one microbatch in one stage:
 
     F  forward
     B  backward, all of it: B = I + W

@@ -7,11 +7,9 @@ the checker proves that it ends.
     send X       post the send; the rank goes on
     settle X     until X has left, so that its memory is free
 
-A send ends when the peer has it, and a backend need not tell. But what a peer makes after it took X is a receipt for X:
-a settle comes right after the first such message, where nothing is left to wait for, or else at the end.
-
-Channels: the messages of one direction of one boundary between two stages have a group of their own, on which one rank
-only sends and the other only receives. On one group for both, a send stands behind a receive that cannot come.
+What a peer makes after it took X is a receipt for X: a settle comes after the first such message, where nothing is left
+to wait for, or else at the end. A channel is one direction of one boundary, with a group of its own: on one group for
+both, a send stands behind a receive that cannot come.
 """
 
 from collections import defaultdict

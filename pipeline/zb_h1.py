@@ -4,9 +4,8 @@
     rank 1     F0 F1    I0 F2 I1 W0 F3 I2 W1 F4 I3 W2 I4 W3 W4
     rank 2        F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 F4 I4 W2 W3 W4
 
-Idle: (P-1)(F+I-W) instead of (P-1)(F+I+W): a third, if all three take as long; for P microbatches or more, and a W that
-is no longer than F and I, between which it lies. Stage s puts off its W by s microbatches, which 1F1B leaves it room
-for: min(P, M) microbatches are live on every stage, as on 1F1B's first.
+Idle: (P-1)(F+I-W) instead of (P-1)(F+I+W), a third if all three take as long; for M >= P, and a W no longer than F and
+I. Stage s puts off its W by s microbatches: min(P, M) are live on every stage, as on 1F1B's first.
 
 Qi et al. 2023, "Zero Bubble Pipeline Parallelism", 2.3 and figure 2. PyTorch's counterpart:
 ScheduleInterleavedZeroBubble. Left out: ZB-H2, which goes below with twice the activations, and a postponed check of

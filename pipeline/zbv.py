@@ -4,10 +4,9 @@
     rank 1     F0 F1 F2 f0 F3 f1 i0 w0 f2 i1 w1 F4 I0 W0 f3 i2 w2 I1 W1 f4 i3 w3 I2 i4 I3 W2 I4 W3 w4 W4
     rank 2        F0 f0 F1 f1 F2 f2 i0 w0 F3 I0 W0 f3 i1 w1 F4 I1 W1 f4 i2 w2 I2 i3 I3 i4 I4 W2 w3 w4 W3 W4
 
-The first rank has the last stage too, so the first backward begins where the first forward did, and every rank's work
-has no gap if F, I and W take as long, as above (f, i, w are of a rank's second stage). Ranks still begin one after the
-other: P-1 of the makespan is idle, none of a rank's own window. At most 2P half stages are live, as much as 1F1B's P
-whole ones. For less than 2P - 1 microbatches there is not enough to fill it.
+The first rank has the last stage too (f, i, w are of a rank's second). If F, I and W take as long, and M >= 2P - 1, no
+rank's work has a gap; but ranks begin one after the other: P-1 of the makespan is idle, none of a rank's own window. At
+most 2P half stages are live, as much as 1F1B's P whole ones.
 
 Qi et al. 2024, "Pipeline Parallelism with Controllable Memory", 4 (V-Half and V-Min are other V's), after Qi et al.
 2023, ZB-V. PyTorch's counterpart: ScheduleZBVZeroBubble.

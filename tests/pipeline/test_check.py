@@ -68,7 +68,10 @@ WRONG = {
         "good: rank 0 has F0 of stage 1, which rank 1 has",
     ),
     "unknown stage": (with_orders(GOOD, {0: [*RANK_0, F(2, 0)]}), "rank 0 has F0 of stage 2, which there is not"),
-    "negative stage": (with_orders(GOOD, {0: [*RANK_0, F(-1, 0)]}), "rank 0 has F0 of stage -1, which there is not"),
+    "negative numbers": (
+        with_orders(GOOD, {1: [*RANK_1, F(-1, -1)]}),
+        "rank 1 has F-1 of stage -1, which there is not",
+    ),
     "unknown microbatch": (with_orders(GOOD, {1: [*RANK_1, F(1, 2)]}), "rank 1 has F2 of stage 1, which there is not"),
     "microbatch of the other copy": (
         with_orders(schedule("dualpipe", 2, 2), {0: [F(0, 1)]}),

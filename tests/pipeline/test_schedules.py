@@ -13,6 +13,7 @@ from pipeline import SCHEDULES, check, schedule
 from pipeline.forward_only import forward_only
 from pipeline.plan import B, F, I, Plan, W, made
 from tests.pipeline.drawing import drawn
+from tests.pipeline.plans import random_plan
 
 SHOWN = {  # numbers of the picture in a schedule's header
     "layer_wise": (3, 2),
@@ -62,6 +63,14 @@ def test_picture_of_forward_only():
         "rank 0  F0 F1 F2 F3 f0    f1    f2 f3",
         "rank 1     F0 F1 f0 F2 f1 F3 f2 f3",
     ]
+
+
+def test_forward_only_runs_on_any_placement():
+    """Of any number of microbatches, also one that two copies cannot halve; nobody checks it before it runs."""
+    for plan, microbatches in product((schedule("dualpipe", 4, 2), *map(random_plan, range(40))), (1, 3, 8)):
+        forward = forward_only(plan, microbatches)
+        check(forward)
+        assert sum(map(len, forward.actions)) == microbatches * plan.length
 
 
 # Fewer microbatches than stages, no multiple of them, several stages: where schedules go wrong.

@@ -211,6 +211,15 @@ def test_starts_and_ends():
     assert step.bubble == pytest.approx(22 / 52)
 
 
+def test_a_pair_as_one_piece():
+    """Its inputs are all there at its begin, its results at its end; what it needs of itself it has."""
+    rank_0 = [F(0, 0), F(0, 1, paired=True), B(0, 0), B(0, 1)]
+    plan = made("paired", (0, 1), 2, [rank_0, [F(1, 0), B(1, 0), F(1, 1, paired=True), B(1, 1)]])
+    in_turn, atomic = (simulate(plan, alike(2), atomic=atomic).spans for atomic in (False, True))
+    assert [[start for _, start, _ in spans] for spans in in_turn] == [[0, 1, 4, 7], [1, 2, 4, 5]]
+    assert [[start for _, start, _ in spans] for spans in atomic] == [[0, 4, 5, 10], [1, 2, 7, 8]]
+
+
 def test_memory_is_counted_by_stage():
     plan = schedule("1f1b", 3, 5)
     step = simulate(plan, alike(3), memory=[10.0, 2.5, 1.0])
