@@ -200,12 +200,12 @@ def words(run, settings):
         (
             {},
             "unshard 0 · forward 0.0 · unshard 1 · forward 1.0 · input 1.0 · weight 1.0 · reshard 1 · reduce 1 · "
-            "input 0.0 · weight 0.0 · reshard 0 · reduce 0",
+            "backward 0.0 · reshard 0 · reduce 0",
         ),
         (
             {"open": "action"},
             "unshard 0 · forward 0.0 · reshard 0 · unshard 1 · forward 1.0 · input 1.0 · weight 1.0 · reshard 1 · "
-            "reduce 1 · unshard 0 · input 0.0 · weight 0.0 · reshard 0 · reduce 0",
+            "reduce 1 · unshard 0 · backward 0.0 · reshard 0 · reduce 0",
         ),
     ],
 )
