@@ -8,7 +8,7 @@ matrix product, is a border: I asks it for one of its results, W, from the same 
                  weight   weight            weight              W goes down, from each border
 
 Memory from I to W: what forward saved, and the gradient that entered each border. Qi et al. 2023, "Zero Bubble Pipeline
-Parallelism", 2.1. PyTorch's counterpart: torch/distributed/pipelining/_backward.py. Left out: freeing what W does not
+Parallelism", 2. PyTorch's counterpart: torch/distributed/pipelining/_backward.py. Left out: freeing what W does not
 need; a hook that changes a gradient, which fires in both halves on a tensor that comes out of a border.
 """
 

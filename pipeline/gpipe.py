@@ -6,8 +6,7 @@
     rank 3           F0 F1 F2 F3 B0    B1    B2    B3
 
 Idle: (P-1)(F+B) of a rank, (P-1)/M relative to its work, (P-1)/(M+P-1) of the whole; activations of all M microbatches.
-With V stages a rank and P microbatches or more the bubble is a V-th, as in interleaved, and activations are V·M:
-"breadth first".
+With V stages a rank and M >= P the bubble is a V-th, as in interleaved, and activations are V·M: "breadth first".
 
 Huang et al. 2018, "GPipe", 2.3; Lamy-Poirier 2023 (V > 1); lectures A, "왜 Microbatch가 필요한가", and B. PyTorch's
 counterpart: ScheduleGPipe, ScheduleLoopedBFS.

@@ -7,7 +7,7 @@
 Idle: (P-1)(F+I-W) instead of (P-1)(F+I+W), a third if all three take as long; for M >= P, and a W no longer than F and
 I. Stage s puts off its W by s microbatches: min(P, M) are live on every stage, as on 1F1B's first.
 
-Qi et al. 2023, "Zero Bubble Pipeline Parallelism", 2.3 and figure 2. PyTorch's counterpart:
+Qi et al. 2023, "Zero Bubble Pipeline Parallelism", 2.1, figure 3 and 2.3. PyTorch's counterpart:
 ScheduleInterleavedZeroBubble. Left out: ZB-H2, which goes below with twice the activations, and a postponed check of
 the gradient norm.
 """
