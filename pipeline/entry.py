@@ -31,7 +31,8 @@ class Entry:
     def _ran(self, module: nn.Module, args: Any, output: Any) -> None:
         if self.inside and module is self.module() and torch.is_grad_enabled():
             tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
-            self.edges += [get_gradient_edge(tensor) for tensor in tensors if tensor.requires_grad]
+            # a weight itself that it returns is no way to the weights: its gradient is W's
+            self.edges += [get_gradient_edge(tensor) for tensor in tensors if tensor.grad_fn is not None]
             self.inside = False  # a module that runs again is on the way
 
     def taken(self) -> list[GradientEdge]:
