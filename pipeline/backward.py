@@ -46,13 +46,14 @@ class Weights:
         self.layers = layers
 
     def run(self) -> None:
-        """W. After: each weight's `grad` has what this backward gives it, added. A hook of a weight sees the gradient
-        of a layer of borders; hooks for an accumulated gradient do not fire.
+        """W. After: each weight's `grad` has what this backward gives it, added, and its hooks for an accumulated
+        gradient have fired, once. Its other hooks see the gradient of a layer of borders.
 
         A weight to which several borders lead gets the sum of what each gives, once: the way from one to the other is
         closed meanwhile.
         """
         uses = Counter(weight for layer in self.layers for weight in _weights(layer))
+        arrived: dict[Tensor, None] = {}
         while self.layers:
             layer = self.layers.pop()
             weights = list(_weights(layer))
@@ -71,6 +72,10 @@ class Weights:
             for weight, grad in zip(weights, found, strict=True):
                 if grad is not None:
                     add(weight, grad)
+                    arrived[weight] = None
+        for weight in arrived:
+            for hook in (weight._post_accumulate_grad_hooks or {}).values():  # by which data strategies collect it
+                hook(weight)
 
 
 def backward_input(roots: Sequence[Root], inputs: Sequence[Tensor]) -> tuple[Gradients, Weights]:
