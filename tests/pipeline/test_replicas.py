@@ -16,13 +16,14 @@ from collectives.partials import sum_partials
 from collectives.replicas import Replica
 from ddp import overlapped
 from fsdp import fully_shard
-from pipeline import Pipeline, connect, schedule
+from pipeline import Microbatch, Pipeline, connect, schedule
 from pipeline.ties import TIE, tie, tie_group
 from tests.pipeline import models
 from tests.pipeline.training import Recipe, microbatches_of, plain, stages_of
 from tests.recorder import recording
 from tests.training import ULP, furthest
 from zero import stage1, stage2, stage3
+from zero.mixed import Mixed
 
 RANKS, PIPELINES, REPLICAS = 4, [[0, 2], [1, 3]], [[0, 1], [2, 3]]
 SIZES = (2, 1, 0, 2, 1, 1, 2, 1)  # rows of eight microbatches, four a pipeline
@@ -222,3 +223,24 @@ def not_deferred(run, *args):
 def test_T111_a_bucket_that_is_reduced_twice_shows(pool):
     for _, calls, buckets in pool.run(RANKS, not_deferred, "zbv", "zero2", True, {}):
         assert reductions(calls) == 2 * buckets
+
+
+def in_bfloat16(run, wrap, name):
+    """The gradients of weights of one, from nine microbatches: 256 and eight ones."""
+    plan, mixed = schedule(name, 1, 9, 2), {"mixed": Mixed()}
+    stages = nn.ModuleList(nn.Linear(1, 1, bias=False) for _ in range(2))
+    for stage in stages:
+        nn.init.ones_(stage.weight)
+    handle = wrap(stages, run.world, average=False, **mixed)
+    pipe = Pipeline(plan, dict(enumerate(stages)), {}, run.world, loss=lambda y, _: y.float().sum(), handle=handle)
+    numbers = [256.0] + [1.0] * 8
+    pipe.step([Microbatch((torch.full((1, 1), number, dtype=torch.bfloat16),)) for number in numbers])
+    handle.finish()
+    return [param.grad.item() for param in handle.parameters()]
+
+
+@pytest.mark.parametrize("name", ["gpipe", "zbv"])
+@pytest.mark.parametrize("wrap", [stage1.wrap, stage2.wrap, stage3.wrap], ids=["zero1", "zero2", "zero3"])
+def test_gradients_add_up_in_the_dtype_of_the_strategy(pool, wrap, name):
+    """In bfloat16 256 + 1 is 256; W tells the strategy of each microbatch, as B does."""
+    assert pool.run(1, in_bfloat16, wrap, name) == [[264.0, 264.0]]
