@@ -8,6 +8,7 @@ and combinations that cannot run by `check`; every rank does so for itself, with
 """
 
 import difflib
+import itertools
 import json
 import math
 import tomllib
@@ -317,8 +318,10 @@ def pipeline_plan(config: Config) -> Plan:
 
 def layers_of_stages(config: Config, plan: Plan) -> list[range]:
     """The blocks of each stage, by their numbers."""
-    counts = config.parallel.stage_layers or [len(each) for each in even(config.model.layers, plan.stages)]
-    return [range(sum(counts[:stage]), sum(counts[: stage + 1])) for stage in range(plan.stages)]
+    if not config.parallel.stage_layers:
+        return even(config.model.layers, plan.stages)
+    bounds = [0, *itertools.accumulate(config.parallel.stage_layers)]
+    return [range(*pair) for pair in itertools.pairwise(bounds)]
 
 
 def _pipeline_mistakes(config: Config) -> Iterator[str]:
@@ -328,19 +331,28 @@ def _pipeline_mistakes(config: Config) -> Iterator[str]:
             if getattr(parallel, name):
                 yield f"parallel.{name} is of a pipeline: leave it out, or use mesh.pp"
         return
+    if parallel.reduce_each and parallel.data not in ("fsdp", "zero3") and config.mesh.fsdp == 1:
+        yield f"parallel.reduce_each=true is of fsdp and zero3, not of parallel.data={parallel.data}: leave it out"
+    layers, named = config.model.layers, list(parallel.stage_layers)
+    if not named and pp * parallel.virtual > layers + 2:
+        yield _too_few(layers, pp * parallel.virtual)
+        return
     try:
         plan = pipeline_plan(config)
     except ValueError as error:
         yield f"parallel.schedule={parallel.schedule}: {error}"
         return
-    counts, named = [len(each) for each in layers_of_stages(config, plan)], list(parallel.stage_layers)
-    if named and (len(named) != plan.stages or sum(named) != config.model.layers or min(named) < 0):
+    if named and (len(named) != plan.stages or sum(named) != layers or min(named) < 0):
         yield (
             f"parallel.stage_layers={named} must be {plan.stages} numbers, the blocks of each stage, that make "
-            f"model.layers={config.model.layers}"
+            f"model.layers={layers}"
         )
-    elif not named and 0 in counts[1:-1]:
-        yield f"model.layers={config.model.layers} are too few for {plan.stages} stages; use more, or fewer stages"
+    elif not named and any(not each for each in layers_of_stages(config, plan)[1:-1]):
+        yield _too_few(layers, plan.stages)
+
+
+def _too_few(layers: int, stages: int) -> str:
+    return f"model.layers={layers} are too few for {stages} stages; use more, or fewer stages"
 
 
 def _explain(error: Mapping[str, Any]) -> str:

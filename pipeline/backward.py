@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, Node
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 Gradients = Sequence[Tensor | None]
 
@@ -73,14 +73,10 @@ class Weights:
                     add(weight, grad)
 
 
-def backward_input(roots: Sequence[Root], inputs: Sequence[GradientEdge]) -> tuple[Gradients, Weights]:
-    """I. Returns the gradient of each input, None where no output depends on it, and what is left for W.
-
-    A node made by a Python autograd.Function runs whole in both halves, whatever is asked of it: so a collective and a
-    weight do not belong in one function.
-    """
+def backward_input(roots: Sequence[Root], inputs: Sequence[Tensor]) -> tuple[Gradients, Weights]:
+    """I. Returns the gradient of each input, a leaf; None where no output depends on it; and what is left for W."""
     graph = _graph([root.edge.node for root in roots])
-    depth, borders = _on_the_way(graph, {edge.node for edge in inputs})
+    depth, borders = _on_the_way(graph, {get_gradient_edge(x).node for x in inputs})
     # IDEA: what comes into a border in I is all that W needs to begin there.
     watching = [node.register_prehook(border.grads.extend) for node, border in borders.items()]
     ways = [root for root in roots if root.edge.node in depth]
@@ -90,12 +86,6 @@ def backward_input(roots: Sequence[Root], inputs: Sequence[GradientEdge]) -> tup
         found = torch.autograd.grad(edges, list(inputs), grads, retain_graph=True, allow_unused=True)
     for handle in watching:
         handle.remove()
-    ran = [node for node, border in borders.items() if border.grads]
-    for edge, grad in zip(inputs, found, strict=True):
-        if edge.node in borders and edge.node not in ran:  # I ends in front of it
-            grads = borders[edge.node].grads
-            grads += [None] * (edge.output_nr + 1 - len(grads))
-            grads[edge.output_nr] = grad
     layers = defaultdict(list)
     for node, border in borders.items():
         if any(grad is not None for grad in border.grads):
@@ -104,7 +94,6 @@ def backward_input(roots: Sequence[Root], inputs: Sequence[GradientEdge]) -> tup
     return found, Weights([layers[i] for i in sorted(layers)] + alone)
 
 
-@torch.no_grad()
 def add(weight: Tensor, grad: Tensor) -> None:
     """Add to a weight's `grad`, in place where both are dense."""
     if weight.grad is not None:

@@ -26,7 +26,6 @@ from collectives.agreement import agree, together
 from collectives.replicas import Replica
 from collectives.timeline import Timeline
 from pipeline.check import check
-from pipeline.entry import Entry
 from pipeline.events import Around, events
 from pipeline.forward_only import forward_only
 from pipeline.links import Kinds, Links, channels
@@ -81,7 +80,6 @@ class Pipeline:
         self.units = units or {number: [stage] for number, stage in self.stages.items()}
         together(self._check, group=group)
         self._compare()
-        self.entries = {number: Entry(stage) for number, stage in self.stages.items() if plan.before(number) is None}
         self.training = self._prepare(plan)
         self.evaluations: dict[int, Prepared] = {}  # by the number of microbatches
         self.known: dict[tuple, dict[Result, Kinds]] = {}  # what messages are, by what the step was given

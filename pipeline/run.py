@@ -44,7 +44,6 @@ class _Live:
     inputs: list[Tensor]  # those that want a gradient
     outputs: list[GradientEdge]  # those that get one
     grads: list[Tensor] | None  # a loss's; None where they come from the next stage
-    entered: list[GradientEdge]  # where a first stage's backward is split
     weights: Weights | None = None  # between I and W
 
 
@@ -92,12 +91,19 @@ class Run:
 
     def run(self, action: Action) -> None:
         """Run an action, between the events of the data strategy."""
-        stage, timeline, around = action.stage, self.pipe.timeline, next(self.around)
+        around, kind = next(self.around), self._kind(action)
         self._tell(around.before)
-        name = f"{NAMES[action.kind]} {stage}.{action.microbatch}"
-        with timeline.span("compute", name) if timeline else contextlib.nullcontext():
-            getattr(self, f"_{NAMES[action.kind]}")(stage, action.microbatch)
+        if kind:
+            name, timeline = NAMES[kind], self.pipe.timeline
+            span = timeline.span("compute", f"{name} {action.stage}.{action.microbatch}") if timeline else None
+            with span or contextlib.nullcontext():
+                getattr(self, f"_{name}")(action.stage, action.microbatch)
         self._tell(around.after)
+
+    def _kind(self, action: Action) -> str:
+        """What is done: no stage waits for the I of a first one, so its backward is one, which takes the place of W."""
+        halves = {"I": "", "W": "B"} if self.plan.before(action.stage) is None else {}
+        return halves.get(action.kind, action.kind)
 
     def _tell(self, told: Sequence[Event]) -> None:
         for verb, unit in told:
@@ -126,9 +132,7 @@ class Run:
             for tensor, kind in zip(args, self.kinds[source], strict=True):
                 if kind.grad:
                     inputs.append(tensor.requires_grad_())
-        entry = self.pipe.entries.get(stage)
-        with entry or contextlib.nullcontext():
-            output = self.pipe.stages[stage](*args, **batch.kwargs)
+        output = self.pipe.stages[stage](*args, **batch.kwargs)
         if self.plan.after(stage) is None:
             outputs, grads = self._end(output, batch.target, m)
         else:
@@ -136,7 +140,7 @@ class Run:
             self._hand_on(stage, m, args, outputs)
         if self.plan.trains:
             leaving = [get_gradient_edge(output) for output in outputs if output.requires_grad]
-            self.live[stage, m] = _Live(inputs, leaving, grads, entry.taken() if entry else [])
+            self.live[stage, m] = _Live(inputs, leaving, grads)
 
     def _end(self, output: Any, target: Any, m: int) -> tuple[list[Tensor], list[Tensor]]:
         """The last stage has run. Returns the loss and its gradient, if there is a backward."""
@@ -172,10 +176,9 @@ class Run:
     def _input(self, stage: int, m: int) -> None:
         live = self.live[stage, m]
         grads = self._gradients(live, stage, m)
-        ends = [get_gradient_edge(tensor) for tensor in live.inputs] or live.entered
-        found, live.weights = backward_input(list(map(Root, live.outputs, grads)), ends)
+        found, live.weights = backward_input(list(map(Root, live.outputs, grads)), live.inputs)
         self._hand_back(stage, m, live, found)
-        live.inputs, live.outputs, live.entered = [], [], []
+        live.inputs, live.outputs = [], []
 
     def _weight(self, stage: int, m: int) -> None:
         self.live.pop((stage, m)).weights.run()

@@ -104,13 +104,15 @@ class ZeRO3(ZeRO2):
     def _after_forward(self, i: int, module: nn.Module, args: Any, output: Any) -> None:
         """Layer i has run. Its backward begins with the first of its outputs whose gradient is there."""
         layer = self.layers[i]
-        if self.driven or module is not layer.module:
+        if module is not layer.module:
             return
         leaves = tree_leaves(output)
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         own = {bucket.weights.data_ptr() for bucket in layer.buckets}
         if any(tensor.untyped_storage().data_ptr() in own for tensor in tensors):
             raise ValueError(f"{layer.name} returns its weights, which are freed now: leave it out of `layers`")
+        if self.driven:
+            return
         if leaves and not tensors and not all(isinstance(leaf, PLAIN) for leaf in leaves):
             raise ValueError(f"{layer.name} returns a {type(leaves[0]).__name__}, whose tensors stage 3 does not find")
         outputs = [tensor for tensor in tensors if tensor.requires_grad]

@@ -91,6 +91,16 @@ def test_refused_files(toml, text, words):
             2,
             "parallel.schedule=zbv: zbv has 2 stages a rank, not virtual=3: use virtual=2",
         ),
+        (
+            {"mesh": {"pp": 2}, "parallel": {"schedule": "gpipe", "virtual": 100_000}},
+            2,
+            "model.layers=4 are too few for 200000 stages",
+        ),
+        (
+            {"mesh": {"pp": 2}, "parallel": {"reduce_each": True}},
+            2,
+            "parallel.reduce_each=true is of fsdp and zero3, not of parallel.data=auto: leave it out",
+        ),
         ({"parallel": {"virtual": 2}}, 1, "parallel.virtual is of a pipeline: leave it out, or use mesh.pp"),
         ({"parallel": {"virtual": -1}}, 1, "parallel.virtual=-1 must not be negative"),
         ({"mesh": {"dp": 2, "ep": 2}}, 2, "mesh.ep=2: there is no strategy for ep yet"),

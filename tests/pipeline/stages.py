@@ -1,4 +1,4 @@
-"""Stages of every kind for the two halves of backward, each with the inputs that it takes, and first stages."""
+"""Stages of every kind for the two halves of backward, each with the inputs that it takes."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -208,60 +208,3 @@ CASES = {
     "no rows": Case(lambda: nn.Sequential(linear(), nn.GELU(), linear()), lambda: x(0)),
 }
 FROZEN = ("mlp", "same in series", "residual", "attention", "an output of weights alone", "pieces of one output")
-
-
-# -- first stages, which are given ids ---------------------------------------------------------------------------------
-
-
-def of_pieces(m: Of, ids: Tensor) -> Tensor:
-    a, b = m.pieces(ids)
-    return m.out(torch.tanh(a) * b)
-
-
-def looked_up_and_scaled(m: Of, ids: Tensor) -> tuple[Tensor, ...]:
-    found = m.w[ids]
-    return found, m.w[0] * found.sin()
-
-
-FIRST = {
-    "embedding": lambda: nn.Sequential(nn.Embedding(7, D), nn.Linear(D, D), nn.Tanh(), nn.Linear(D, 2)),
-    "embedding and positions": lambda: Of(
-        lambda m, ids: m.out(m.tokens(ids) + m.positions(ids)),
-        **{"tokens": nn.Embedding(7, D), "positions": nn.Embedding(7, D), "out": nn.Linear(D, 2)},
-    ),
-    "a parameter of its own": lambda: Of(
-        lambda m, ids: m.out(m.tokens(ids) + m.shift),
-        tokens=nn.Embedding(7, D),
-        out=nn.Linear(D, 2),
-        shift=torch.randn(D),
-    ),
-    "embedding in pieces": lambda: Of(
-        lambda m, ids: m.out(torch.tanh(m.pieces(ids)[0]) * m.pieces(ids)[1]),
-        **{"pieces": Of(lambda m, ids: m.e(ids).chunk(2, 1), e=nn.Embedding(7, 4)), "out": nn.Linear(2, 2)},
-    ),
-    "an own weight in pieces": lambda: Of(
-        of_pieces,
-        **{"pieces": Of(lambda m, ids: m.w[ids].chunk(2, 1), w=torch.randn(7, 4)), "out": nn.Linear(2, 2)},
-    ),
-    "one output twice": lambda: Of(
-        of_pieces,
-        **{"pieces": Of(lambda m, ids: 2 * (m.w[ids],), w=torch.randn(7, 2)), "out": nn.Linear(2, 2)},
-    ),
-    "outputs one behind the other": lambda: Of(
-        of_pieces,
-        **{"pieces": Of(looked_up_and_scaled, w=torch.randn(7, 2))},
-        out=nn.Linear(2, 2),
-    ),
-    "head written first": lambda: Of(
-        lambda m, ids: m.head(torch.tanh(m.tokens(ids))), head=nn.Linear(D, 2), tokens=nn.Embedding(7, D)
-    ),
-    "a module that does not run": lambda: Of(
-        lambda m, ids: m.head(m.tokens(ids)), spare=nn.Linear(2, 2), tokens=nn.Embedding(7, D), head=nn.Linear(D, 2)
-    ),
-    "twice the same": lambda: Of(lambda m, ids: m.tokens(ids) * m.tokens(ids + 1), tokens=nn.Embedding(9, D)),
-    "tied": lambda: Of(lambda m, ids: torch.tanh(m.tokens(ids)) @ m.tokens.weight.T, tokens=nn.Embedding(7, D)),
-    "frozen embedding": lambda: nn.Sequential(
-        nn.Embedding(7, D).requires_grad_(False), nn.Linear(D, D), nn.Linear(D, 2)
-    ),
-    "no weights": lambda: Of(lambda m, ids: ids * 2.0),
-}

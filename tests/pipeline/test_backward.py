@@ -17,8 +17,7 @@ from collectives.allocated import built_bytes
 from collectives.saved import saving
 from pipeline import backward
 from pipeline.backward import Root, backward_input
-from pipeline.entry import Entry
-from tests.pipeline.stages import CASES, FIRST, FROZEN, Of
+from tests.pipeline.stages import CASES, FROZEN, Of
 
 
 def built(name, dtype=torch.float64, seed=0):
@@ -47,7 +46,7 @@ def started(stage, inputs, seed=1):
     wanting = [x for x in inputs if x.requires_grad]
     outputs, grads = rooted(stage(*inputs), seed)
     roots = [Root(get_gradient_edge(y), grad) for y, grad in zip(outputs, grads, strict=True)]
-    found, weights = backward_input(roots, list(map(get_gradient_edge, wanting)))
+    found, weights = backward_input(roots, wanting)
     found = dict(zip(map(id, wanting), found, strict=True))
     return [found.get(id(x)) for x in inputs], weights
 
@@ -106,7 +105,7 @@ def test_an_output_that_gets_no_gradient():
     stage, (x,) = built("an output on the way to another")
     twin, its = copy.deepcopy(stage), x.detach().clone().requires_grad_()
     y, _ = stage(x)
-    found, weights = backward_input([Root(get_gradient_edge(y), torch.ones_like(y))], [get_gradient_edge(x)])
+    found, weights = backward_input([Root(get_gradient_edge(y), torch.ones_like(y))], [x])
     weights.run()
     y, _ = twin(its)
     y.backward(torch.ones_like(y))
@@ -250,73 +249,8 @@ def test_memory_between_the_halves():
 
     def forward_and_input():
         y = stage(x)
-        return backward_input([Root(get_gradient_edge(y), torch.ones_like(y))], [get_gradient_edge(x)])
+        return backward_input([Root(get_gradient_edge(y), torch.ones_like(y))], [x])
 
     _, kept = built_bytes(forward_and_input, torch.device("cpu"))
     saved, borders, dx = layers - 1, layers, 1  # the last tanh is above all borders and goes with its output
     assert kept == (saved + borders + dx) * rows * width * 4
-
-
-# -- the entry of a first stage ----------------------------------------------------------------------------------------
-
-
-def entered(stage, *args):
-    """A first stage under its entry: the outputs, and where its backward is split."""
-    entry = Entry(stage)
-    with entry:
-        output = stage(*args)
-    return output, entry.edges
-
-
-def through_entry(stage, *args):
-    outputs, edges = entered(stage, *args)
-    outputs, grads = rooted(outputs)
-    _, weights = backward_input([Root(get_gradient_edge(y), g) for y, g in zip(outputs, grads, strict=True)], edges)
-    return edges, weights
-
-
-@pytest.mark.parametrize("name", FIRST)
-def test_first_stages(name):
-    torch.manual_seed(0)
-    stage, ids = FIRST[name]().double(), torch.tensor([1, 2, 2, 6, 0])
-    twin = copy.deepcopy(stage)
-    _, weights = through_entry(stage, ids)
-    weights.run()
-    outputs, grads = rooted(twin(ids))
-    if outputs:
-        torch.autograd.backward(outputs, grads)
-    same([p.grad for p in stage.parameters()], [p.grad for p in twin.parameters()])
-
-
-def test_entry_leaves_the_embedding_to_w():
-    """I goes as far as the embedding's output: it does the products of the linear layers."""
-    stage, ids = nn.Sequential(nn.Embedding(9, 3), nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 6)), torch.arange(5)
-    outputs, edges = entered(stage, ids)
-    roots = [Root(get_gradient_edge(outputs), torch.ones_like(outputs))]
-    left = []
-    assert products(lambda: left.append(backward_input(roots, edges)[1])) == {(5, 4): 1, (5, 3): 1}
-    assert products(left[0].run) == {(4, 3): 1, (6, 4): 1}
-    assert stage[0].weight.grad.abs().sum() > 0
-
-
-def test_entry_counts_one_forward_at_a_time():
-    stage, ids = FIRST["embedding"](), torch.arange(5)
-    entry = Entry(stage)
-    with entry:
-        stage(ids)
-        stage(ids)
-    assert len(entry.edges) == 1
-    first = entry.edges
-    with entry, torch.no_grad():
-        stage(ids)
-    assert entry.edges == [] and len(first) == 1
-    stage(ids)
-    assert entry.edges == []
-
-
-def test_a_copied_stage_has_no_entry_of_its_own():
-    stage, ids = FIRST["embedding"](), torch.arange(5)
-    entry = Entry(stage)
-    with entry:
-        copy.deepcopy(stage)(ids)
-    assert entry.edges == []

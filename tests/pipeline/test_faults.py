@@ -22,10 +22,6 @@ def halves(name):
     return functools.partial(backward.test_halves_are_backward, name)
 
 
-def first(name):
-    return functools.partial(backward.test_first_stages, name)
-
-
 def two_stages():
     events.test_two_stages({}, "+a F0 +b F0 B0 F1 B0 F1 B1 -b !b B1 -a !a")
 
@@ -147,14 +143,6 @@ FAULTS = {  # what it is: file, what is there, what is put there, and the test
         *("backward", "_leaves([root.edge.node], graph)", "()"),
         halves("an output of weights alone"),
     ),
-    "the first gradient of a node stands for all": (
-        *("backward", "and edge.node not in ran:", "and not borders[edge.node].grads:"),
-        first("an own weight in pieces"),
-    ),
-    "the first piece's gradient goes to the wrong output": (
-        *("backward", "grads[edge.output_nr] = grad", "grads[0] = grad"),
-        first("an own weight in pieces"),
-    ),
     "W goes through the ways as well": (
         *("backward", "for child in below if child not in depth]", "for child in below]"),
         backward.test_each_half_does_its_own_products,
@@ -162,10 +150,6 @@ FAULTS = {  # what it is: file, what is there, what is put there, and the test
     "borders one behind the other run at once": (
         *("backward", "depth[node] += 1", "pass"),
         halves("same in series"),
-    ),
-    "every call of the first module is an entry": (
-        *("entry", "self.inside = False  # a module", "pass  # a module"),
-        backward.test_entry_counts_one_forward_at_a_time,
     ),
 }
 

@@ -18,8 +18,8 @@ def contiguous():
     """What p2p.py does for the strategy, and a bare send does not."""
     made = links.Outgoing.__init__
 
-    def make(outgoing, tensors, group, told):
-        made(outgoing, [tensor.contiguous() for tensor in tensors], group, told)
+    def make(outgoing, tensors, *more):
+        made(outgoing, [tensor.contiguous() for tensor in tensors], *more)
 
     with mock.patch.object(links.Outgoing, "__init__", make):
         yield
