@@ -269,7 +269,7 @@ def refused(run, mistake):
         ("another order", "the ranks have different plans"),
         ("settings", "the ranks have different plans or settings"),
         ("word", "open='stpe': use"),
-        ("links", "links have no group for the activations behind stage"),
+        ("links", "links have no group for the "),
         ("no tuple", "microbatch 1 has args or kwargs that are none"),
         ("no gradients", "gradients are off"),
         ("plan of more ranks", "the group has"),
