@@ -71,6 +71,21 @@ class Adds(nn.Module):
         return x + sum(more)
 
 
+class HandsOn(nn.Module):
+    """A weight that is used here and by the stages behind: the first stage's entry returns it."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4))
+
+    def forward(self, x, weight=1.0):
+        return x * self.weight * weight, self.weight
+
+
+def handing_on(stages):
+    return [HandsOn() for _ in range(stages)]
+
+
 class InPlace(nn.Module):
     """Changes what it has made itself, in place, as the last thing before it is sent."""
 
@@ -104,7 +119,7 @@ def counting(stages):
 
 
 @every_way
-@pytest.mark.parametrize("make", [strided, identities, nothing_at_all, only_weights, in_place, counting])
+@pytest.mark.parametrize("make", [strided, identities, nothing_at_all, only_weights, handing_on, in_place, counting])
 def test_what_a_stage_may_return(pool, way, make):
     check_chain(pool, 3, way, make, [inputs(5, 5, 5, 5), inputs(5, 5, 5, 5, seed=1)])
 
