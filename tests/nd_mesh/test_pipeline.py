@@ -1,4 +1,4 @@
-"""Piperows in the trainer: what the grid's steps do not show."""
+"""Pipelines in the trainer: what the grid's steps do not show."""
 
 import itertools
 import math
@@ -47,7 +47,7 @@ def alone(pool):
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_evaluation_and_text_do_not_depend_on_the_piperow(pool, alone, name):
+def test_evaluation_and_text_do_not_depend_on_the_pipeline(pool, alone, name):
     ranks, settings = RUNS[name]
     for ours in pool.run(ranks, evaluated, config(**settings)):
         for mine, theirs in zip(ours[::2], alone[::2], strict=True):
@@ -93,6 +93,8 @@ def test_activations_cross_a_boundary_once_and_nothing_else_does(pool):
     assert pool.run(2, sent, config()) == [crossing, crossing]
     assert pool.run(4, sent, config(pp=4, stage_layers=(1, 1, 1, 0))) == [c * crossing for c in (1, 2, 2, 1)]
     assert pool.run(2, sent, config(schedule="interleaved")) == [3 * crossing, 3 * crossing]
+    six = {"virtual": 3, "stage_layers": (1, 0, 0, 1, 1, 0)}
+    assert pool.run(2, sent, config(schedule="interleaved", **six)) == [5 * crossing, 5 * crossing]
     assert pool.run(4, sent, config(tp=2, sequence=True)) == [crossing / 2] * 4
 
 

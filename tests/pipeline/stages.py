@@ -61,6 +61,19 @@ class Detached(torch.autograd.Function):
         return grad * ctx.saved_tensors[0], None
 
 
+class Stopped(torch.autograd.Function):
+    """x·w, and nothing goes back to x."""
+
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x)
+        return x * w
+
+    @staticmethod
+    def backward(ctx, grad):
+        return None, (grad * ctx.saved_tensors[0]).sum(0)
+
+
 def linear(out: int = D, bias: bool = True) -> nn.Linear:
     return nn.Linear(D, out, bias=bias)
 
@@ -184,6 +197,9 @@ CASES = {
     ),
     "a function that gives its weight nothing": Case(
         lambda: Of(lambda m, h: m.a(Detached.apply(h, m.w)), a=linear(), w=torch.randn(D)), x
+    ),
+    "a function that gives its input nothing": Case(
+        lambda: Of(lambda m, h: m.b(Stopped.apply(m.a(h), m.w)), a=linear(), b=linear(), w=torch.randn(D)), x
     ),
     "many ways": Case(lambda: Of(lambda m, h: (grown(h * m.w), grown(m.w)), w=torch.randn(D)), x),
     "recomputed": Case(lambda: recomputed(a=linear(), b=linear()), x),

@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch import nn
 
+from collectives import layout
 from pipeline import Microbatch, Pipeline, connect, schedule
-from pipeline.ties import TIE
+from pipeline.ties import TIE, tie, tie_group
 from tests.pipeline import models
 from tests.pipeline.training import (
     EVERY_SCHEDULE,
@@ -306,6 +307,20 @@ def tied(run, case):
     weights = {id(p) for parts in ends for part in parts for n, p in part.named_parameters() if n == "weight"}
     sums = [label for param in params for label in param.held.sums]
     return losses, grads, tables == weights, sums
+
+
+def tied_at_first(run):
+    """A weight that is another on each rank, after it has been tied."""
+    layer, plan = nn.Linear(2, 3, bias=False), schedule("1f1b", run.size, 1)
+    nn.init.constant_(layer.weight, run.rank + 1.0)
+    layout.declare(layer, lambda name: layout.Constant(0.0), lambda name: True)
+    if (group := tie_group(plan, [range(run.size)], run.new_group)) is not None:
+        tie(layer.weight, group)
+    return float(layer.weight.min()), float(layer.weight.max())
+
+
+def test_T44_two_copies_start_as_one(pool):
+    assert pool.run(3, tied_at_first) == [(1, 1), (2, 2), (1, 1)]
 
 
 @pytest.mark.parametrize(("name", "sums"), [("1f1b", [[TIE], [], [TIE]]), ("zbv", [[], [], []])])

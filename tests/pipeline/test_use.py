@@ -101,8 +101,25 @@ def in_place(stages):
     return [InPlace() for _ in range(stages)]
 
 
+class Counts(nn.Module):
+    """Returns a buffer, which it changes in its next forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x, *more):
+        self.count += 1
+        return self.linear(x) * (more[0] if more else 1), self.count
+
+
+def counting(stages):
+    return [Counts() for _ in range(stages)]
+
+
 @every_way
-@pytest.mark.parametrize("make", [strided, identities, nothing_at_all, only_weights, handing_on, in_place])
+@pytest.mark.parametrize("make", [strided, identities, nothing_at_all, only_weights, handing_on, in_place, counting])
 def test_what_a_stage_may_return(pool, way, make):
     check_chain(pool, 3, way, make, [inputs(5, 5, 5, 5), inputs(5, 5, 5, 5, seed=1)])
 
@@ -138,6 +155,15 @@ class Answers(nn.Module):
 
 def dictionaries(stages):
     return [Answers() for _ in range(stages)]
+
+
+def several_numbers(output, target):
+    return output.sum(1)
+
+
+def test_a_loss_that_is_no_scalar_is_told(pool):
+    with pytest.raises(RankFailed, match=r"the loss of microbatch 0 has the shape \[2\]: return a scalar"):
+        check_chain(pool, 2, ("1f1b", 1), linears, [inputs(2, 2)], loss=several_numbers)
 
 
 def test_what_is_no_tensor_is_told(pool):
@@ -187,6 +213,28 @@ def test_shapes_that_depend_on_data_are_told(pool):
         check_chain(pool, 2, ("1f1b", 1), picking, steps)
 
 
+def under_autocast(run):
+    """Losses of steps of which every other one is under autocast, so that bfloat16 crosses in it."""
+    pipe, found = chain.pipeline(run, schedule("1f1b", run.size, 2), linears), []
+    for stage in pipe.stages.values():
+        stage.float()
+    for on in (False, True, False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=on):
+            found.append(pipe.step(given([x.float() for x in inputs(2, 2)])))
+    return found
+
+
+def test_autocast_on_and_off(pool):
+    modules, expected = [module.float() for module in chain.made(linears, 2)], []
+    for on in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=on):
+            outputs = [modules[1](modules[0](x.float())) for x in inputs(2, 2)]
+        expected.append([float(chain.total(y, m).detach()) for m, y in enumerate(outputs)])
+    _, found = pool.run(2, under_autocast)
+    assert [list(map(float, losses)) for losses in found] == 2 * [pytest.approx(each, rel=1e-6) for each in expected]
+    assert expected[0] != expected[1]
+
+
 # -- refusals ----------------------------------------------------------------------------------------------------------
 
 
@@ -196,7 +244,9 @@ def refused(run, mistake):
     last = run.rank == run.size - 1
     links = connect(plan, [range(run.size)], run.new_group)
     stages = {run.rank: nn.Linear(4, 4).double()}
-    loss = chain.total
+    settings = {"links": links, "loss": chain.total}
+    settings |= {"no loss": {"loss": None}, "settings": {"varies": last}}.get(mistake, {})
+    settings |= {"links": {"links": {}}, "word": {"open": "stpe"}}.get(mistake, {}) if last else {}
     if mistake == "another plan":
         plan = schedule("1f1b", run.size, 3 + last)
     if mistake == "another order":
@@ -205,18 +255,19 @@ def refused(run, mistake):
         plan = schedule("1f1b", run.size + 1, 3)
     if mistake == "wrong stage":
         stages = {run.rank - last: nn.Linear(4, 4)}
-    if mistake == "no loss":
-        loss = None
     try:
-        pipe = Pipeline(plan, stages, links, run.world, loss=loss)
+        pipe = Pipeline(plan, stages, group=run.world, **settings)
         microbatches = given(inputs(2, 2, 2))
         if mistake == "microbatches" and last:
             microbatches = microbatches[1:]
         if mistake == "no args" and run.rank == 0:
             microbatches[1].args = ()
+        if mistake == "no tuple" and run.rank == 0:
+            [microbatches[1].args] = microbatches[1].args
         if mistake == "evaluated microbatches":
             pipe.evaluate(microbatches[last:])
-        pipe.step(microbatches)
+        with torch.set_grad_enabled(mistake != "no gradients" or not last):
+            pipe.step(microbatches)
     except ValueError as error:
         return str(error)
     return None
@@ -231,6 +282,11 @@ def refused(run, mistake):
         ("evaluated microbatches", "give the same number on every rank"),
         ("another plan", "the ranks have different plans"),
         ("another order", "the ranks have different plans"),
+        ("settings", "the ranks have different plans or settings"),
+        ("word", "open='stpe': use"),
+        ("links", "links have no group for the "),
+        ("no tuple", "microbatch 1 has args or kwargs that are none"),
+        ("no gradients", "gradients are off"),
         ("plan of more ranks", "the group has"),
         ("wrong stage", "given stages"),
         ("no loss", "there is no loss, and a last stage is here: give loss="),

@@ -3,6 +3,7 @@ descriptions in the first step only.
 """
 
 from collections import Counter
+from unittest import mock
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch import nn
 from collectives import comm, demo
 from collectives.ledger import Ledger
 from collectives.watch import watching
-from pipeline import Microbatch, Pipeline, connect, schedule
+from pipeline import Microbatch, Pipeline, connect, executor, schedule
 from tests.recorder import recording
 
 B, T, D = 3, 40, 32
@@ -107,6 +108,21 @@ def changing(run):
 
 def test_descriptions_come_once_for_each_kind_of_step(pool):
     assert pool.run(2, changing) == [[4, 0, 4, 0, 0, 4, 0]] * 2
+
+
+def forgetting(run):
+    """The same, where two kinds of steps are remembered."""
+    pipe, told = pipeline(run, "1f1b", 1, 2), []
+    with mock.patch.object(executor, "REMEMBERED", 2):
+        for rows in (3, 2, 1, 3, 3):
+            with recording() as recorder:
+                pipe.step(batches(2, rows))
+            told.append(sum(call.about == "description" for call in recorder.calls))
+    return told, len(pipe.known)
+
+
+def test_only_so_many_kinds_of_steps_are_remembered(pool):
+    assert pool.run(2, forgetting) == [([4, 4, 4, 4, 0], 2)] * 2
 
 
 def by_itself(run, name, virtual):
