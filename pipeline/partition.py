@@ -7,6 +7,7 @@ at the run's shapes, and the best cut is found by dynamic programming over (stag
 Harlap et al. 2018, "PipeDream", 3.1; lecture A, "Stage Balance". Left out: the time of messages, ranks of unlike speed.
 """
 
+import itertools
 import math
 import statistics
 import time
@@ -86,11 +87,15 @@ def partition(
     if not 0 < stages <= len(costs):
         raise ValueError(f"{len(costs)} layers do not make {stages} stages: use 1 to {len(costs)} stages")
     live = live or [1] * stages
+    times, weights, activations = (
+        [0, *itertools.accumulate(numbers)]
+        for numbers in zip(*((c.forward + c.backward, c.weights, c.activations) for c in costs), strict=True)
+    )
 
     def time_of(stage: int, layers: range) -> float:
-        own = [costs[i] for i in layers]
-        bytes_needed = sum(cost.weights + live[stage] * cost.activations for cost in own)
-        return sum(cost.forward + cost.backward for cost in own) if bytes_needed <= memory else math.inf
+        ends = layers.start, layers.stop
+        time_taken, own, kept = (sums[ends[1]] - sums[ends[0]] for sums in (times, weights, activations))
+        return time_taken if own + live[stage] * kept <= memory else math.inf
 
     # best[end]: the slowest of the stages so far, which have the first `end` layers, and the cut that makes it so
     best: dict[int, tuple[float, list[range]]] = {0: (0.0, [])}

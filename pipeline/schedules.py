@@ -20,7 +20,7 @@ SCHEDULES: Mapping[str, Callable[..., Plan]] = MappingProxyType(
         **{"zb_h1": zb_h1, "zbv": zbv, "dualpipe": dualpipe, "dualpipe_v": dualpipe_v},
     }
 )
-FOLDED = ("zbv", "dualpipe_v", "dualpipe")  # two stages a rank
+IN_TWO = ("interleaved", "zbv", "dualpipe", "dualpipe_v")  # known for two stages a rank
 
 
 def schedule(name: str, ranks: int, microbatches: int, virtual: int | None = None) -> Plan:
@@ -31,5 +31,5 @@ def schedule(name: str, ranks: int, microbatches: int, virtual: int | None = Non
     if name not in SCHEDULES:
         raise ValueError(f"there is no schedule {name!r}; use one of {', '.join(SCHEDULES)}")
     if virtual is None:
-        virtual = 2 if name in (*FOLDED, "interleaved") else 1
+        virtual = 2 if name in IN_TWO else 1
     return SCHEDULES[name](ranks, microbatches, virtual)
