@@ -130,7 +130,7 @@ class Trainer:
 
     def _sum(self, total: Tensor) -> None:
         """Add up over the ranks whose tokens differ, and give it to all stages: one of them has it, the others zero."""
-        for name in ("data", "pp"):
+        for name in ("data", "pp") if isinstance(self.model, Stages) else ("data",):
             comm.all_reduce(total, group=self.mesh.group(name), ordered=True)
 
     def microbatches(self, step: int) -> list[data.Batch]:

@@ -286,7 +286,7 @@ def put_together(trainer: Trainer, mine: list[tuple[str, tuple[layout.Box, ...],
     if whole_here and trainer.mesh.size("pp") == 1:
         return {name: values.clone() for name, _, values in mine}
     whole = {}
-    arrays = [(name, boxes, values.numpy()) for name, boxes, values in mine]  # which are pickled much faster
+    arrays = [(name, boxes, values.clone().numpy()) for name, boxes, values in mine]  # pickled much faster
     for name, boxes, array in itertools.chain(*comm.all_gather_object(arrays, group=trainer.run.world), arrays):
         values = torch.from_numpy(array)
         for box, part in zip(boxes, values.flatten().split([box.numel for box in boxes]) if boxes else (), strict=True):

@@ -124,7 +124,7 @@ FAULTS = {  # what it is: file, what is there, what is put there, and the test
         lambda: partitions.test_best_of_all_cuts(False),
     ),
     "the cut forgets how many microbatches live": (
-        *("partition", "live[stage] * cost.activations", "cost.activations"),
+        *("partition", "live[stage] * kept", "kept"),
         lambda: partitions.test_best_of_all_cuts(True),
     ),
     "a weight that is used twice counts thrice": (
