@@ -12,8 +12,8 @@ who comes first.
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Hashable
 
-from pipeline.plan import Action, Plan, Result
-from pipeline.program import Message, Step, one_a_direction, programs
+from pipeline.plan import Plan, Result
+from pipeline.program import Message, one_a_direction, programs
 
 
 def check(plan: Plan, channel: Callable[[Message], Hashable] = one_a_direction) -> None:
@@ -57,38 +57,23 @@ def _check_order(plan: Plan) -> None:
             before.add(plan.result(action))
 
 
-class _Rank:
-    """A rank that runs its program: at which step it is, and why it does not go on."""
-
-    def __init__(self, steps: list[Step]):
-        self.steps, self.at = steps, 0
-        self.action: Action | None = None  # the last that it ran
-
-    @property
-    def waits_for(self) -> Message | None:
-        """The message for which it stands still; None if it has ended."""
-        return self.steps[self.at].what if self.at < len(self.steps) else None
-
-
 def _check_ends(plan: Plan, channel: Callable[[Message], Hashable]) -> None:
-    ranks = [_Rank(steps) for steps in programs(plan)]
+    rest = [deque(steps) for steps in programs(plan)]  # of each rank's program what it has still to do
     queues: dict[tuple[Hashable, int], deque[Message]] = defaultdict(deque)  # what a rank has posted, by its channels
     passed: set[Message] = set()
     moved = True
     while moved:
         moved = False
-        for number, rank in enumerate(ranks):
-            while rank.at < len(rank.steps):
-                verb, what = rank.steps[rank.at]
+        for rank, steps in enumerate(rest):
+            while steps and not (steps[0].verb in ("wait", "settle") and steps[0].what not in passed):
+                verb, what = steps.popleft()
+                moved = True
                 if verb in ("send", "receive"):
-                    queues[channel(what), number].append(what)
+                    queues[channel(what), rank].append(what)
                     # IDEA: a message passes when it heads the queues of both its ends, and not before.
                     _pass(channel(what), what, queues, passed)
-                elif verb in ("wait", "settle") and what not in passed:
-                    break
-                rank.at, moved = rank.at + 1, True
-    if stuck := [(number, rank) for number, rank in enumerate(ranks) if rank.waits_for]:
-        told = "; ".join(f"rank {number} waits for {rank.waits_for}" for number, rank in stuck)
+    if any(rest):
+        told = "; ".join(f"rank {rank} waits for {steps[0].what}" for rank, steps in enumerate(rest) if steps)
         raise ValueError(f"{plan.name} hangs: {told}. Use a group for each direction of a boundary, or another order")
 
 

@@ -78,13 +78,13 @@ class Pipeline:
         self.device = device or next((param.device for param in self.params), torch.device("cpu"))
         self.handle, self.open, self.reduce = handle, open, reduce
         self.units = units or {number: [stage] for number, stage in self.stages.items()}
-        together(self._check, group=group)
+        self.training = together(self._checked, group=group)
         self._compare()
-        self.training = self._prepare(plan)
         self.evaluations: dict[int, Prepared] = {}  # by the number of microbatches
         self.known: dict[tuple, dict[Result, Kinds]] = {}  # what messages are, by what the step was given
 
-    def _check(self) -> None:
+    def _checked(self) -> Prepared:
+        """What this rank does in a step. Raises ValueError for what it was given and cannot do."""
         check(self.plan)
         if self.plan.ranks != self.group.size():
             raise ValueError(f"{self.plan.name} is for {self.plan.ranks} ranks, the group has {self.group.size()}")
@@ -97,7 +97,7 @@ class Pipeline:
             if self.rank in ends and channel not in self.links:
                 kind, stage = channel
                 raise ValueError(f"links have no group for the {kind}s behind stage {stage}: `connect` this very plan")
-        self._prepare(self.plan)
+        return self._prepare(self.plan)
 
     def _compare(self) -> None:
         """Raise ValueError on every rank unless all were given the same."""
