@@ -14,6 +14,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -37,6 +38,7 @@ class Case:
     prepare: Call = nothing  # before every turn, outside the clock
     finish: Call = nothing  # after every turn, outside the clock: what the call left to others
     repeat: int = 1  # calls in a turn: many, where one is too short for the clock
+    peaks: Mapping[str, Callable[[], int]] = MappingProxyType({})  # measures a peak, where not that of a call is wanted
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,11 @@ def measure(run: Runtime, cases: Sequence[Case], rounds: int) -> list[Row]:
     if rounds < 2:
         raise ValueError(f"{rounds} rounds have no quartiles; take at least 2")
     turns = [(case, call) for case in cases for call in case.calls.values()]
-    costs = [(_bytes_sent(run, *turn), _peak(run, *turn)) for turn in turns]  # warms up as well
+    costs = [  # warms up as well
+        (_bytes_sent(run, case, call), case.peaks[who]() if who in case.peaks else _peak(run, case, call))
+        for case in cases
+        for who, call in case.calls.items()
+    ]
     seconds = torch.zeros(2, len(turns), rounds, dtype=torch.float64)
     for k in range(rounds):
         for i in range(len(turns)):

@@ -5,7 +5,8 @@
 
 nd_mesh's GPT with 3.6 million parameters in eight layers, float32, 8 microbatches of a row of 256 tokens; forward and
 backward, the gradients in memory that is new in every step. Both have the same stages, with the layers cut evenly, and
-the same rows. PyTorch's are not asked for outputs, nor to divide the gradients, which ours do not do either.
+the same rows. PyTorch's are not asked for outputs, nor to divide the gradients, which ours do not do either. Peaks are
+those of two steps from before the first one, so that what is kept from step to step counts.
 
 InterleavedZeroBubble beside zb_h1 has one stage a rank; with two, which zb_h1 does not do, it stands beside zbv.
 """
@@ -30,7 +31,7 @@ from torch.distributed.pipelining.schedules import (
     ScheduleZBVZeroBubble,
 )
 
-from collectives import comparison, layout, rng
+from collectives import allocated, comparison, layout, rng
 from collectives.runtime import Runtime
 from collectives.turns import Case
 from nd_mesh.config import ModelConfig
@@ -71,6 +72,11 @@ class Step(NamedTuple):
 
     stages: dict[int, Stage]
     run: Callable[[], list[Tensor]]
+
+    def clear(self) -> None:
+        """Drop the gradients."""
+        for stage in self.stages.values():
+            stage.zero_grad()
 
 
 Way = Callable[[Runtime, ModelConfig], Step]
@@ -143,13 +149,28 @@ def step(run: Runtime, name: str, config: ModelConfig = MODEL) -> Case:
     """A step of everyone's."""
     ways = {f"pipeline, {name}": partial(ours, name=name), **pairs(run.size)[name]}
     steps = {who: way(run, config) for who, way in ways.items()}
-    params = [param for made in steps.values() for stage in made.stages.values() for param in stage.parameters()]
 
     def clear() -> None:
-        for param in params:
-            param.grad = None
+        for made in steps.values():
+            made.clear()
 
-    return Case(name, {who: made.run for who, made in steps.items()}, prepare=clear)
+    calls = {who: made.run for who, made in steps.items()}
+    return Case(name, calls, prepare=clear, peaks={who: partial(peak, run, config, way) for who, way in ways.items()})
+
+
+def peak(run: Runtime, config: ModelConfig, way: Way) -> int:
+    """The most bytes beside the weights in the first two steps."""
+    made: list[Step] = []
+
+    def build() -> None:
+        made[:] = [way(run, config)]
+
+    def two_steps() -> None:
+        made[0].run()
+        made[0].clear()
+        made[0].run()
+
+    return allocated.peak_bytes(two_steps, run.device, prepare=build)
 
 
 def cases(run: Runtime) -> list[Case]:
