@@ -19,17 +19,18 @@ from torch import Tensor
 ORDERS = ("contiguous", "zigzag", "striped")
 
 
-def slots(order: str, length: int, parts: int) -> Tensor:
+def slots(order: str, length: int, parts: int, *, multiple: int = 1) -> Tensor:
     """[P, T/P] int64, ascending in each rank's row: the slots that each rank holds of a row of T = length tokens.
 
-    Slots of `length` and more are padding, as few as make all parts equal. Raises ValueError for an unknown order.
+    Slots of `length` and more are padding, as few as make all parts equal, and chunks a multiple of `multiple`. Raises
+    ValueError for an unknown order.
     """
     if order not in ORDERS:
         raise ValueError(f"order={order!r} is unknown; use one of {', '.join(ORDERS)}")
     if length < 1 or parts < 1:
         raise ValueError(f"a row of {length} tokens in {parts} parts: both must be at least 1")
     chunks = 2 * parts if order == "zigzag" and parts > 1 else parts
-    size = -(-length // chunks)
+    size = -(-length // (chunks * multiple)) * multiple
     row = torch.arange(chunks * size)
     if order == "striped":
         return row.view(size, parts).T.contiguous()

@@ -56,9 +56,11 @@ def by_heads(
 
 
 def check_heads(heads: int, kv_heads: int, ranks: int) -> None:
-    """Raise ValueError unless so many ranks can share the heads: each has as many, and serves whole KV heads or a part
-    of one.
-    """
-    fine = [n for n in range(1, heads + 1) if heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)]
-    if ranks not in fine:
+    """Raise ValueError unless so many ranks can share the heads."""
+    if ranks not in (fine := sharing(heads, kv_heads)):
         raise ValueError(f"{ranks} ranks cannot share {heads} heads with {kv_heads} KV heads; use one of {fine}")
+
+
+def sharing(heads: int, kv_heads: int) -> list[int]:
+    """How many ranks can share them: each has as many heads, and those of whole KV heads or a part of one's."""
+    return [n for n in range(1, heads + 1) if heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)]

@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from context_parallel.ulysses import sharing
 from pipeline import Plan, schedule
 from pipeline.partition import even
 from tensor_parallel import cut
@@ -112,6 +113,11 @@ class ParallelConfig(_Strict):
     # for backward is their piece of it, or all
     sequence: bool = False
     save_gathered: bool = False
+    # over cp (context_parallel/): how queries reach the keys of other ranks, and which slots of a row each rank has.
+    # ring_ulysses: so many neighbours exchange heads. save_gathered: all_gather keeps all keys and values for backward
+    context: Literal["ring", "all_gather", "ulysses", "ring_ulysses"] = "ring"
+    order: Literal["zigzag", "contiguous", "striped"] = "zigzag"
+    ulysses: int = 2
     # over pp (pipeline/): the schedule; stages a rank, 0 for what it is known for; blocks of each stage, by default as
     # even as can be; gradients of fsdp and zero3 reduced after each microbatch, not once a step. There reshard
     # frees a stage's weights when the rank turns to another of its stages
@@ -204,14 +210,23 @@ def check(config: Config, world: int) -> None:
     """Raise ConfigError for what cannot run on `world` ranks: the first mistake, with its remedy."""
     mistakes = [*_out_of_range(config), *_mesh_mistakes(config.mesh, world)]
     mistakes += [*_strategy_mistakes(config), *_model_mistakes(config.model)]
-    for mistake in mistakes or [*_tensor_mistakes(config), *_pipeline_mistakes(config)]:
+    for mistake in mistakes or [*_tensor_mistakes(config), *_context_mistakes(config), *_pipeline_mistakes(config)]:
         raise ConfigError(mistake)
 
 
 _POSITIVE = (
     *("mesh.pp", "mesh.dp", "mesh.fsdp", "mesh.cp", "mesh.tp", "mesh.ep"),
     *("model.vocab", "model.layers", "model.width", "model.heads", "model.kv_heads", "model.hidden", "model.rope_base"),
-    *("parallel.cap", "data.context", "train.steps", "train.batch", "train.microbatches", "train.timeout", "train.eps"),
+    *(
+        "parallel.cap",
+        "parallel.ulysses",
+        "data.context",
+        "train.steps",
+        "train.batch",
+        "train.microbatches",
+        "train.timeout",
+        "train.eps",
+    ),
 )
 _TOO_LARGE = 2**31
 RECOMPUTED = ("block", "attend_norm", "q", "k", "v", "attend", "o", "attend_drop", "ffn_norm", "ffn", "ffn_drop")
@@ -263,16 +278,20 @@ def _mesh_mistakes(mesh: MeshConfig, world: int) -> Iterator[str]:
         product = " × ".join(f"{axis} {size}" for axis, size in sizes.items())
         yield f"the mesh {product} makes {ranks} ranks, but {world} are started: change [mesh] or --nproc-per-node"
     for axis, size in {**sizes, "ep": mesh.ep}.items():
-        if size > 1 and axis not in ("pp", "dp", "fsdp", "tp"):
-            yield f"mesh.{axis}={size}: there is no strategy for {axis} yet; use mesh.{axis}=1, or pp, dp, fsdp, tp"
+        if size > 1 and axis == "ep":
+            yield f"mesh.{axis}={size}: there is no strategy for {axis} yet; use mesh.{axis}=1, or one of the others"
 
 
 def _strategy_mistakes(config: Config) -> Iterator[str]:
     parallel, fsdp = config.parallel, config.mesh.fsdp
     if fsdp > 1 and parallel.data not in ("auto", "fsdp"):
         yield f"parallel.data={parallel.data} works over mesh.dp: use mesh.fsdp=1, or parallel.data=fsdp"
-    if parallel.save_gathered and not parallel.sequence:
-        yield "parallel.save_gathered=true is a way of parallel.sequence=true: without it nothing is gathered"
+    gathers = parallel.sequence or (config.mesh.cp > 1 and parallel.context == "all_gather")
+    if parallel.save_gathered and not gathers:
+        yield (
+            "parallel.save_gathered=true is a way of parallel.sequence=true, and of parallel.context=all_gather: "
+            "without one of them nothing is gathered"
+        )
     for name in parallel.recompute:
         if name not in RECOMPUTED:
             yield f"parallel.recompute has {name!r}: use some of {', '.join(RECOMPUTED)}"
@@ -293,7 +312,7 @@ def _model_mistakes(model: ModelConfig) -> Iterator[str]:
 
 
 def _tensor_mistakes(config: Config) -> Iterator[str]:
-    model, context, sequence = config.model, config.data.context, config.parallel.sequence
+    model = config.model
 
     def reasons(tp: int) -> Iterator[str]:
         if tp not in cut.degrees(model.heads, model.kv_heads):
@@ -302,12 +321,26 @@ def _tensor_mistakes(config: Config) -> Iterator[str]:
             yield f"does not divide model.hidden={model.hidden}"
         if model.vocab < tp:
             yield f"is more than model.vocab={model.vocab}"
-        if sequence and context % tp:
-            yield f"does not divide data.context={context}, which parallel.sequence cuts"
 
     fine = [tp for tp in cut.divisors(model.heads) if not any(reasons(tp))]
     for reason in reasons(config.mesh.tp):
         yield f"mesh.tp={config.mesh.tp} {reason}; use a tp of {cut.listed(fine)}"
+
+
+def _context_mistakes(config: Config) -> Iterator[str]:
+    parallel, cp, tp, model = config.parallel, config.mesh.cp, config.mesh.tp, config.model
+    if cp == 1 or "ulysses" not in parallel.context:
+        return
+    exchange = cp if parallel.context == "ulysses" else parallel.ulysses
+    heads, kv_heads = model.heads // tp, max(1, model.kv_heads // tp)
+    fine = [size for size in cut.divisors(cp) if size in sharing(heads, kv_heads)]
+    if cp % exchange:
+        yield f"parallel.ulysses={exchange} does not divide mesh.cp={cp}; use a ulysses of {cut.listed(fine)}"
+    elif exchange not in fine:
+        yield (
+            f"{exchange} ranks of cp cannot share the {heads} heads with {kv_heads} KV heads of a rank of tp: use "
+            f"parallel.context=ring, or ring_ulysses with a ulysses of {cut.listed(fine)}"
+        )
 
 
 def pipeline_plan(config: Config) -> Plan:

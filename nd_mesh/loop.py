@@ -53,8 +53,7 @@ def train(config: Config, training: data.Stream, validation: data.Stream, run: R
         report.say(f"bigram model of the same split {baseline:.4f}")
     if config.data.format == "text":
         prompt, settings = list(config.train.prompt.encode()), {"context": config.data.context, "vocab": 256}
-        settings["device"] = run.device
-        settings["multiple"] = config.mesh.tp if config.parallel.sequence else 1
+        settings |= {"device": run.device, "rows": trainer.rows}
         tokens = generate(trainer.model, prompt, config.train.sample, seed=config.train.seed, **settings)
         report.sample(bytes(tokens).decode(errors="replace"))
     report.close()

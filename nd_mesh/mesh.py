@@ -24,6 +24,7 @@ AXES = ("pp", "dp", "fsdp", "cp", "tp")  # outer to inner
 GROUPS = {
     **{axis: (axis,) for axis in AXES},
     "batch": ("dp", "fsdp"),  # each has rows of its own
+    "shard": ("fsdp", "cp"),  # fsdp cuts weights over cp too, whose ranks hold the same otherwise
     "data": ("dp", "fsdp", "cp"),  # each has tokens of its own: gradients and token counts are sums over it
 }
 

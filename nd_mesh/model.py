@@ -10,6 +10,7 @@ Sources: Touvron et al. 2023 (Llama); Su et al. 2021 (RoPE); Ainslie et al. 2023
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -34,6 +35,7 @@ class Where:
     context: int  # T of the whole row
     positions: Tensor  # [B, T] index within the document: rotation
     documents: Tensor  # [B, T] number of the document: no token sees another's
+    places: Any = None  # slots and documents of all parts of the row, where it is cut (nd_mesh/context.py)
 
     @cached_property
     def tokens(self) -> Tensor:

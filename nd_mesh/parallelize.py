@@ -21,6 +21,7 @@ from ddp import bucketed, naive, overlapped
 from fsdp import fully_shard
 from fsdp.sharded import FullySharded
 from nd_mesh.config import Config, ParallelConfig, layers_of_stages, pipeline_plan
+from nd_mesh.context import Attend, attention
 from nd_mesh.mesh import Mesh
 from nd_mesh.model import GPT, IGNORE, Where
 from nd_mesh.recompute import Recomputed, chosen, recompute
@@ -58,22 +59,28 @@ def parallelize(
     if mesh.size("tp") > 1:
         cut_tensors(model, config, mesh)
 
-    # 4. Who holds the same now, so that the data strategy cuts copies at the same places.
+    # 4. Context parallelism replaces the attention core: it reaches the keys of the tokens that other ranks have.
+    if mesh.size("cp") > 1:
+        attend = attention(config.parallel, mesh)
+        for block in model.blocks.values():
+            block.attend = Attend(attend)
+
+    # 5. Who holds the same now, so that the data strategy cuts copies at the same places.
     layout.check(model.parameters(), mesh.run.world)
 
-    # 5. Recomputation replaces the forward of modules: the data strategy's hooks then sit outside of what runs again.
+    # 6. Recomputation replaces the forward of modules: the data strategy's hooks then sit outside of what runs again.
     recomputed = recompute(chosen(model, config.parallel.recompute))
 
-    # 6. The data strategy: it comes last of those that cut, since it allocates what is left.
+    # 7. The data strategy: it comes last of those that cut, since it allocates what is left.
     handle = data_parallel(model, config.parallel, mesh, device)
 
-    # 7. Initial values: a function of the seed, the name and the box. Each owner makes its own; then all have them.
+    # 8. Initial values: a function of the seed, the name and the box. Each owner makes its own; then all have them.
     for param in handle.parameters():
         rng.fill(param, config.train.seed)
     handle.after_load()
     layout.check(handle.parameters(), mesh.run.world)
 
-    # 8. The pipeline runs the stages, and asks the data strategy for their weights.
+    # 9. The pipeline runs the stages, and asks the data strategy for their weights.
     if isinstance(model, Stages):
         model.pipe = pipelined(model, config.parallel, mesh, handle, links)
     return model, handle, recomputed
@@ -164,7 +171,7 @@ def narrow_stream(group: dist.ProcessGroup) -> Any:
 
 
 def data_parallel(model: GPT | Stages, parallel: ParallelConfig, mesh: Mesh, device: torch.device) -> Replica:
-    """The strategy that sums gradients over dp and fsdp."""
+    """The strategy that sums gradients over dp, fsdp and cp."""
     if parallel.data == "fsdp" or mesh.size("fsdp") > 1:
         return sharded(model, parallel, mesh, device)
     wrap = DATA_STRATEGIES[parallel.data]
@@ -179,7 +186,7 @@ def sharded(model: GPT | Stages, parallel: ParallelConfig, mesh: Mesh, device: t
         "reshard_after_forward": None if parallel.reshard else False,
     }
     for block in model.blocks.values():
-        fully_shard(block, mesh.group("fsdp"), **settings)
+        fully_shard(block, mesh.group("shard"), **settings)
     if isinstance(model, Stages) and model.ends:
-        fully_shard(model.ends, mesh.group("fsdp"), **settings)
-    return fully_shard(model, mesh.group("fsdp"), **settings)
+        fully_shard(model.ends, mesh.group("shard"), **settings)
+    return fully_shard(model, mesh.group("shard"), **settings)

@@ -3,6 +3,8 @@
 import torch
 
 from collectives import rng
+from nd_mesh.context import Rows
+from nd_mesh.data import Batch
 from nd_mesh.model import GPT, Where
 
 
@@ -16,22 +18,23 @@ def generate(
     vocab: int,
     seed: int,
     temperature: float = 0.8,
-    multiple: int = 1,
+    rows: Rows | None = None,
     device: torch.device | None = None,
 ) -> list[int]:
     """The prompt and `length` more tokens less than `vocab`, drawn from the logits over the last `context` tokens.
 
-    Every rank of a mesh calls it, since forward may communicate. Rows are padded at their end, where no token before
-    sees it, to a length that `multiple` divides. No cache of keys and values: a forward pass a token.
+    Every rank of a mesh calls it, since forward may communicate. rows: how the mesh cuts them, if it does. No cache of
+    keys and values: a forward pass a token.
     """
     model.eval()
     tokens = list(prompt)
     for draw in rng.uniform(rng.key(seed, "sample"), torch.arange(length)).tolist():
         window = tokens[-context:]
-        ids = torch.tensor([window + [0] * (-len(window) % multiple)], device=device)
-        slots = torch.arange(ids.shape[1], device=device)
-        where = Where(0, slots[:1], slots, slots, context, slots[None], torch.zeros_like(ids))
-        logits = model.logits(model(ids, where=where))[0, len(window) - 1, :vocab].double()
+        ids, slots = torch.tensor([window], device=device), torch.arange(len(window), device=device)
+        batch = Batch(ids, ids, Where(0, slots[:1], slots, slots, context, slots[None], torch.zeros_like(ids)))
+        batch = rows.cut(batch) if rows else batch
+        logits = model.logits(model(batch.ids, where=batch.where))
+        logits = (rows.join(logits, len(window)) if rows else logits)[0, -1, :vocab].double()
         chances = (logits / temperature).softmax(0).cumsum(0)
         tokens.append(min(int((chances < draw).sum()), len(chances) - 1))
     model.train()

@@ -25,6 +25,7 @@ from collectives.partials import sum_partials
 from collectives.runtime import Runtime
 from nd_mesh import data, manifest
 from nd_mesh.config import Config, ConfigError, TrainConfig
+from nd_mesh.context import Rows
 from nd_mesh.mesh import Mesh
 from nd_mesh.metrics import Record
 from nd_mesh.model import GPT, IGNORE
@@ -54,6 +55,7 @@ class Trainer:
     def __init__(self, config: Config, train: data.Stream, validation: data.Stream, run: Runtime):
         self.config, self.train_stream, self.validation_stream, self.run = config, train, validation, run
         self.mesh = Mesh(config.mesh, run)
+        self.rows = Rows(config.parallel, self.mesh)
         with torch.device("meta"):
             self.model = GPT(config.model, config.train.seed).to(getattr(torch, config.train.dtype))
         self.model, self.handle, self.recomputed = parallelize(self.model, config, self.mesh, run.device)
@@ -138,7 +140,7 @@ class Trainer:
         train = self.config.train
         deal = {"parts": self.mesh.size("batch"), "part": self.mesh.rank("batch"), "split": train.microbatches}
         batches = data.microbatches(self.train_stream, seed=train.seed, step=step, batch=train.batch, **deal)
-        return [batch.to(self.run.device) for batch in batches]
+        return [self.rows.cut(batch.to(self.run.device)) for batch in batches]
 
     def update(self, step: int, count: int) -> tuple[float, float]:
         """Clip, and move the parameters. Returns the norm before clipping and the rate. A batch without a valid token
@@ -169,7 +171,7 @@ class Trainer:
         rows = -(-train.batch // (parts * train.microbatches))  # as many at a time as in training
         rounds = -(-stream.samples // (rows * parts))  # equal on all ranks: forward may communicate
         samples = [torch.tensor(data.deal(mine, rounds, i), dtype=torch.int64) for i in range(rounds)]
-        batches = [data.make_batch(stream, 0, some, some).to(self.run.device) for some in samples]
+        batches = [self.rows.cut(data.make_batch(stream, 0, some, some).to(self.run.device)) for some in samples]
         for batch, loss in zip(batches, self._losses(batches), strict=False):  # of none, where the last stage is not
             total += torch.stack([loss.double(), (batch.labels != IGNORE).sum()])
         self._sum(total)
