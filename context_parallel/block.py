@@ -25,7 +25,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask = None, causal: bool = F
 
     causal: the i-th query sees the keys up to the i-th, of as many.
     """
-    q, k, v = (x.to(precision(x)) for x in (q, k, v))
+    q, k, v = (_dense(x.to(precision(x))) for x in (q, k, v))
     return (fused if q.device.type == "cpu" else explicit)(q, k, v, mask, causal)
 
 
@@ -37,7 +37,7 @@ def backward(
     causal: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """This block's terms of dq, dk, dv for inputs q, k, v, given the result, out and lse, over *all* keys."""
-    dout, q, k, v, out = (x.to(precision(x)) for x in (dout, *inputs, result[0]))
+    dout, q, k, v, out = (_dense(x.to(precision(x))) for x in (dout, *inputs, result[0]))
     lse = result[1].masked_fill(result[1] == -math.inf, 0.0)  # who sees nothing has no score: exp(-inf - 0) is 0
     way = fused_backward if q.device.type == "cpu" else explicit_backward
     return way(dout, (q, k, v), (out, lse), mask, causal)
@@ -46,6 +46,11 @@ def backward(
 def precision(x: Tensor) -> torch.dtype:
     """The dtype in which results of x are accumulated: its own, at least float32."""
     return torch.promote_types(x.dtype, torch.float32)
+
+
+def _dense(x: Tensor) -> Tensor:
+    """The fused kernel reads heads of other strides as if their last one were 1."""
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def fused(q: Tensor, k: Tensor, v: Tensor, mask: Mask, causal: bool) -> tuple[Tensor, Tensor]:

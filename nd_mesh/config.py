@@ -115,7 +115,7 @@ class ParallelConfig(_Strict):
     save_gathered: bool = False
     # over cp (context_parallel/): how queries reach the keys of other ranks, and which slots of a row each rank has.
     # ring_ulysses: so many neighbours exchange heads. save_gathered: all_gather keeps all keys and values for backward
-    context: Literal["ring", "all_gather", "ulysses", "ring_ulysses"] = "ring"
+    attention: Literal["ring", "all_gather", "ulysses", "ring_ulysses"] = "ring"
     order: Literal["zigzag", "contiguous", "striped"] = "zigzag"
     ulysses: int = 2
     # over pp (pipeline/): the schedule; stages a rank, 0 for what it is known for; blocks of each stage, by default as
@@ -286,10 +286,10 @@ def _strategy_mistakes(config: Config) -> Iterator[str]:
     parallel, fsdp = config.parallel, config.mesh.fsdp
     if fsdp > 1 and parallel.data not in ("auto", "fsdp"):
         yield f"parallel.data={parallel.data} works over mesh.dp: use mesh.fsdp=1, or parallel.data=fsdp"
-    gathers = parallel.sequence or (config.mesh.cp > 1 and parallel.context == "all_gather")
+    gathers = parallel.sequence or (config.mesh.cp > 1 and parallel.attention == "all_gather")
     if parallel.save_gathered and not gathers:
         yield (
-            "parallel.save_gathered=true is a way of parallel.sequence=true, and of parallel.context=all_gather: "
+            "parallel.save_gathered=true is a way of parallel.sequence=true, and of parallel.attention=all_gather: "
             "without one of them nothing is gathered"
         )
     for name in parallel.recompute:
@@ -329,9 +329,9 @@ def _tensor_mistakes(config: Config) -> Iterator[str]:
 
 def _context_mistakes(config: Config) -> Iterator[str]:
     parallel, cp, tp, model = config.parallel, config.mesh.cp, config.mesh.tp, config.model
-    if cp == 1 or "ulysses" not in parallel.context:
+    if cp == 1 or "ulysses" not in parallel.attention:
         return
-    exchange = cp if parallel.context == "ulysses" else parallel.ulysses
+    exchange = cp if parallel.attention == "ulysses" else parallel.ulysses
     heads, kv_heads = model.heads // tp, max(1, model.kv_heads // tp)
     fine = [size for size in cut.divisors(cp) if size in sharing(heads, kv_heads)]
     if cp % exchange:
@@ -339,7 +339,7 @@ def _context_mistakes(config: Config) -> Iterator[str]:
     elif exchange not in fine:
         yield (
             f"{exchange} ranks of cp cannot share the {heads} heads with {kv_heads} KV heads of a rank of tp: use "
-            f"parallel.context=ring, or ring_ulysses with a ulysses of {cut.listed(fine)}"
+            f"parallel.attention=ring, or ring_ulysses with a ulysses of {cut.listed(fine)}"
         )
 
 

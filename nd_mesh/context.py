@@ -77,7 +77,7 @@ class Attend(nn.Module):
 
 def attention(parallel: ParallelConfig, mesh: Mesh) -> Callable[[Tensor, Tensor, Tensor, Places], Tensor]:
     """The method that the configuration names, on this rank's groups. Collective over the world: it makes groups."""
-    if parallel.context == "ring_ulysses":
+    if parallel.attention == "ring_ulysses":
         ring, ulysses = _two_groups(mesh, parallel.ulysses)
         return partial(ring_ulysses_attention, ring_group=ring, ulysses_group=ulysses)
     methods = {
@@ -85,7 +85,7 @@ def attention(parallel: ParallelConfig, mesh: Mesh) -> Callable[[Tensor, Tensor,
         "all_gather": partial(all_gather_attention, save_gathered=parallel.save_gathered),
         "ulysses": ulysses_attention,
     }
-    return partial(methods[parallel.context], group=mesh.group("cp"))
+    return partial(methods[parallel.attention], group=mesh.group("cp"))
 
 
 def _two_groups(mesh: Mesh, neighbours: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:

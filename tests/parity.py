@@ -22,6 +22,7 @@ from torch import Tensor
 
 from collectives import comm, layout
 from collectives.runtime import Runtime
+from context_parallel.ulysses import sharing
 from nd_mesh.config import Config, DataConfig, MeshConfig, ModelConfig, ParallelConfig, TrainConfig, pipeline_plan
 from nd_mesh.data import Stream
 from nd_mesh.mesh import Grid
@@ -60,6 +61,10 @@ WHERE = {
         *("2 zb_h1", "4 zb_h1", "2 zbv", "3 zbv", "2 dualpipe_v"),
     ),
     "reduce_each": (False, True),
+    "context": (
+        *("1 ring zigzag", "2 ring zigzag", "3 ring striped", "4 ring contiguous"),
+        *("2 all_gather contiguous", "2 ulysses zigzag", "3 ulysses striped", "4 ring_ulysses zigzag"),
+    ),
     "dp": (1, 2, 3, 4, 8),
     "fsdp": (1, 2, 3, 4),
     "tp": (1, 2, 3, 4),
@@ -79,6 +84,7 @@ WHAT = {
     "kv_heads": (2, 6, 1),
     "train": (SGD, ADAMW),
 }
+AXES = ("pipeline", "context", "dp", "fsdp", "tp", "data")  # more of these are tried together
 FREE = ("recompute", "microbatches", "dropout", "tied", "train")  # whatever the others are
 
 
@@ -95,8 +101,8 @@ class Case:
 
 
 def cases(together: int, ranks: int = 8) -> list[Case]:
-    """Meshes of at most so many ranks, and options, chosen so that any `together` of the options occur with all
-    combinations of their values; and some of more ranks than rows, or with all that cuts at once.
+    """Meshes of at most so many ranks, and options, chosen so that any two of the options, and any `together` of AXES,
+    occur with all combinations of their values; and some of more ranks than rows, or with all that cuts at once.
     """
     chosen = [case(ranks, **some) for some in covering(WHERE | WHAT, together, ranks)]
     all_at_once = {"pipeline": "2 zbv", "fsdp": 2, "tp": 2, "sequence": True, "data": "fsdp", "tied": True}
@@ -104,6 +110,7 @@ def cases(together: int, ranks: int = 8) -> list[Case]:
         {"dp": 4, "microbatches": 2, "dropout": 0.1, "batch": 2},
         {"dp": 8, "dropout": 0.1, "batch": 3, "train": ADAMW},
         all_at_once | {"dropout": 0.1, "recompute": ("attend", "ffn"), "microbatches": 5},
+        all_at_once | {"pipeline": "1 1f1b", "context": "2 ring zigzag", "dropout": 0.1, "recompute": ("block",)},
     ]
     return [*chosen, *(case(**some) for some in more)]
 
@@ -112,15 +119,17 @@ def possible(choice: dict[str, Any], ranks: int = 8) -> bool:
     """Whether there is such a run, on at most so many ranks, and no other choice is the same run."""
     sharded, data = choice["data"] == "fsdp", choice["data"]
     usual = {name for name, values in WHERE.items() if choice.get(name, values[0]) == values[0]}
-    pp, tp, kv_heads = pipeline_ranks(choice), choice["tp"], choice["kv_heads"]
+    pp, tp, kv_heads = ranks_of(choice, "pipeline"), choice["tp"], choice["kv_heads"]
+    cp, method, _ = choice["context"].split()
     return (
-        pp * choice["dp"] * choice["fsdp"] * tp <= ranks
+        size(choice) <= ranks
+        and fits(int(cp), method, MODEL.heads // tp, max(1, kv_heads // tp))
         and (pp > 1 or "reduce_each" in usual)
         and (pp == 1 or "prefetch" in usual)
         and ("reduce_each" in usual or data in ("zero3", "fsdp"))
         and tp in cut.degrees(MODEL.heads, kv_heads)
         and (tp > 1 or "sequence" in usual)
-        and (choice["sequence"] or "save_gathered" in usual)
+        and (choice["sequence"] or (cp != "1" and method == "all_gather") or "save_gathered" in usual)
         and data != "auto"
         and (sharded or {"fsdp", "prefetch"} <= usual)
         and (sharded or (pp > 1 and data == "zero3") or "reshard" in usual)
@@ -128,18 +137,30 @@ def possible(choice: dict[str, Any], ranks: int = 8) -> bool:
     )
 
 
-def pipeline_ranks(choice: dict[str, Any]) -> int:
-    """Of the option "pipeline" its first word."""
-    return int(choice["pipeline"].split()[0])
+def ranks_of(choice: dict[str, Any], option: str) -> int:
+    """Of the options "pipeline" and "context" the first word."""
+    return int(choice[option].split()[0])
+
+
+def size(choice: dict[str, Any]) -> int:
+    """The number of ranks."""
+    lengths = [choice[axis] for axis in ("dp", "fsdp", "tp")]
+    return math.prod([ranks_of(choice, "pipeline"), ranks_of(choice, "context"), *lengths])
+
+
+def fits(cp: int, method: str, heads: int, kv_heads: int) -> bool:
+    """Whether the ranks that exchange heads can share them."""
+    exchanging = {"ulysses": cp, "ring_ulysses": 2}.get(method, 1)
+    return exchanging in sharing(heads, kv_heads)
 
 
 @functools.cache
 def rows(ranks: int) -> list[dict[str, Any]]:
     """All possible choices of the options that depend on each other."""
     options = {name: values for name, values in (WHERE | WHAT).items() if name not in FREE}
-    axes = ("pipeline", "dp", "fsdp", "tp")
+    axes = ("pipeline", "context", "dp", "fsdp", "tp")
     meshes = [dict(zip(axes, sizes, strict=True)) for sizes in itertools.product(*(options[axis] for axis in axes))]
-    fitting = [mesh for mesh in meshes if pipeline_ranks(mesh) * mesh["dp"] * mesh["fsdp"] * mesh["tp"] <= ranks]
+    fitting = [mesh for mesh in meshes if size(mesh) <= ranks]
     others = [name for name in options if name not in axes]
     rest = [dict(zip(others, values, strict=True)) for values in itertools.product(*(options[name] for name in others))]
     return [mesh | other for mesh in fitting for other in rest if possible(mesh | other, ranks)]
@@ -160,9 +181,11 @@ def run_of(options: dict[str, Any]) -> Config:
     """The run of these options. In a pipeline the few blocks are strewn over the stages: some have none, maybe the
     first or the last.
     """
-    settings = {name: value for name, value in options.items() if name != "pipeline"}
+    settings = {name: value for name, value in options.items() if name not in ("pipeline", "context")}
     pp, name, *virtual = options.get("pipeline", "1 1f1b").split()
-    cfg = config(pp=int(pp), schedule=name, virtual=int(*virtual), **settings)
+    cp, method, order = options.get("context", "1 ring zigzag").split()
+    settings |= {"pp": int(pp), "schedule": name, "virtual": int(*virtual)}
+    cfg = config(cp=int(cp), attention=method, order=order, **settings)
     if cfg.mesh.pp == 1:
         return cfg
     stages = pipeline_plan(cfg).stages
@@ -187,7 +210,11 @@ def covering(options: dict[str, Sequence[Any]], together: int, ranks: int) -> li
     """
     draw, all_rows = random.Random(0), rows(ranks)
     missing: dict[Combination, None] = {}  # in order
-    for names in itertools.combinations(options, together):
+    some = [
+        *itertools.combinations(options, 2),
+        *itertools.combinations([name for name in options if name in AXES], together),
+    ]
+    for names in some:
         limited, free = [[name for name in names if (name in FREE) == kind] for kind in (False, True)]
         for values in dict.fromkeys(tuple(row[name] for name in limited) for row in all_rows):
             for others in itertools.product(*(options[name] for name in free)):
@@ -201,14 +228,18 @@ def covering(options: dict[str, Sequence[Any]], together: int, ranks: int) -> li
             {name: wanted.get(name, row[name] if name in row else draw.choice(options[name])) for name in options}
             for row in draw.choices(fitting, k=20)
         ]
-        new = [
-            [each for each in itertools.combinations(choice.items(), together) if each in missing] for choice in drawn
-        ]
+        new = [[each for each in combinations(choice, together) if each in missing] for choice in drawn]
         best = max(range(len(drawn)), key=lambda i: len(new[i]))
         taken.append(drawn[best])
         for each in new[best]:
             del missing[each]
     return taken
+
+
+def combinations(choice: dict[str, Any], together: int) -> list[Combination]:
+    """Those of a choice that count, each once."""
+    of_axes = [(name, choice[name]) for name in choice if name in AXES]
+    return list(dict.fromkeys([*itertools.combinations(choice.items(), 2), *itertools.combinations(of_axes, together)]))
 
 
 def documents() -> list[np.ndarray]:
