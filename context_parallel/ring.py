@@ -11,6 +11,7 @@ torch.distributed.tensor.experimental.context_parallel. Left out: a second ring 
 """
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -18,19 +19,23 @@ import torch.distributed as dist
 from torch import Tensor
 
 from collectives.p2p import Handle, exchange
+from collectives.timeline import Timeline
 from collectives.watch import about
 from context_parallel import block
 from context_parallel.online import Backward, Forward
 from context_parallel.places import Places
 
 
-def ring_attention(q: Tensor, k: Tensor, v: Tensor, places: Places, *, group: dist.ProcessGroup) -> Tensor:
+def ring_attention(
+    q: Tensor, k: Tensor, v: Tensor, places: Places, *, group: dist.ProcessGroup, timeline: Timeline | None = None
+) -> Tensor:
     """Attention over the tokens of all ranks of the group; each holds its own tokens, and gets the output of them.
 
     q [B, H, T/P, K], k and v [B, KV, T/P, K] -> [B, H, T/P, K], of q's dtype. places: those of all ranks, the same on
-    each. Scores are scaled by K^-½. Collective, and so is its backward.
+    each. Scores are scaled by K^-½. timeline: has a span for each block that is computed. Collective, and so is its
+    backward.
     """
-    return _Ring.apply(q, k, v, places, group)
+    return _Ring.apply(q, k, v, places, group, timeline)
 
 
 class _Ring(torch.autograd.Function):
@@ -38,25 +43,31 @@ class _Ring(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, *others: Any) -> Tensor:
-        places, group = others
+        places, group, timeline = others
         result = Forward(q, places, group.rank())
         for owner, kv in around(torch.stack([k, v]), group):
-            result.see(owner, kv)
+            with _span(timeline, f"forward {owner}"):
+                result.see(owner, kv)
         ctx.save_for_backward(q, k, v, result.out, result.lse)
-        ctx.places, ctx.group = places, group
+        ctx.places, ctx.group, ctx.timeline = places, group, timeline
         return result.out.to(q.dtype)
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None, None]:
         (q, k, v, out, lse), group = ctx.saved_tensors, ctx.group
         result = Backward(dout, q, (out, lse), ctx.places, group.rank())
         home = Homeward(group)
         for owner, kv in around(torch.stack([k, v]), group):
             terms = torch.zeros(kv.shape, dtype=block.precision(kv), device=kv.device)
-            result.see(owner, kv, terms)
+            with _span(ctx.timeline, f"backward {owner}"):
+                result.see(owner, kv, terms)
             home.add(terms)
         dk, dv = home.arrived()
-        return result.dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None
+        return result.dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None
+
+
+def _span(timeline: Timeline | None, name: str) -> AbstractContextManager[None]:
+    return timeline.span("compute", name) if timeline else nullcontext()
 
 
 def around(own: Tensor, group: dist.ProcessGroup) -> Iterator[tuple[int, Tensor]]:
