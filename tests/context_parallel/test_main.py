@@ -156,7 +156,7 @@ def test_steps_of_a_ring(pool):
 
 
 def test_only_what_is_waited_for_counts():
-    """A rank computes from 0 to 4 and from 5 to 9, and backward from 9 to 12; a link carries from 0 to 5, and then on."""
+    """Forward ends at 9. In it the link carries for 5, of which 1 is waited for; in backward for 5, of which 3."""
     forward = [Span("compute", "f", 0, 4), Span("exchange", "kv", 0, 5), Span("waits", "kv", 4, 5)]
     backward = [Span("compute", "b", 9, 12), Span("exchange", "kv", 9, 11), Span("waits", "dkv", 12, 15)]
     backward.append(Span("exchange", "dkv", 12, 15))
