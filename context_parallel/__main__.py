@@ -87,6 +87,8 @@ def places_of(order: str, lengths: Sequence[int], parts: int) -> Places:
 
 def work(run: Runtime, show: Demo) -> None:
     """Every method on every length; every order; a ring on slowed links."""
+    if run.rank == 0 and run.size not in sharing(H, KV):
+        print(f"left out: ulysses; {run.size} ranks cannot share {H} heads with {KV} KV heads")
     seconds, balances = compare(run, show), balance(run, show)
     steps = overlap.overlap(run)
     if run.rank == 0:
@@ -112,6 +114,7 @@ class Method(NamedTuple):
     forward: Formula
     backward: Formula
     kept: Formula
+    neighbours: int = 1  # ranks that share the heads
 
 
 def methods(run: Runtime) -> list[Method]:
@@ -136,7 +139,7 @@ def ulysses(run: Runtime) -> Method:
     P, d_kv = run.size, K * max(KV, run.size)
     sent = Formula("n(2D + 2D_kv)(P-1)/P", (2 * D + 2 * d_kv) * (P - 1) / P)
     kept = Formula("8n(2D + 2D_kv + H + 2P)", ITEM * (2 * D + 2 * d_kv + H + 2 * P))
-    return Method("ulysses", partial(ulysses_attention, group=run.world), sent, sent, kept)
+    return Method("ulysses", partial(ulysses_attention, group=run.world), sent, sent, kept, P)
 
 
 def ring_ulysses(run: Runtime) -> Method:
@@ -149,7 +152,8 @@ def ring_ulysses(run: Runtime) -> Method:
     forward = Formula("n(2D + 2D_kv)(U-1)/U + 2(R-1)b", heads + 2 * (R - 1) * D_KV)
     backward = Formula("  … + 2(R-1)b + 2Rb", heads + (2 * (R - 1) + 2 * R) * D_KV)
     kept = Formula("8n(2D + 2D_kv + H + 2U)", ITEM * (2 * D + 2 * D_KV + H + 2 * U))
-    return Method(f"ring x ulysses, {R} x {U}", partial(ring_ulysses_attention, **groups), forward, backward, kept)
+    attention = partial(ring_ulysses_attention, **groups)
+    return Method(f"ring x ulysses, {R} x {U}", attention, forward, backward, kept, U)
 
 
 # -- beside one process ------------------------------------------------------------------------------------------------
@@ -206,7 +210,8 @@ def follow(run: Runtime, show: Demo, method: Method, length: int, expected: Seen
     """Forward and backward of this rank's part of the row; the slowest rank's seconds."""
     places = places_of("zigzag", packed(length), run.size)
     mine, layer, kept = places.slots[run.rank], made(), []
-    places.pairs(run.rank)  # looked up once for all layers
+    shared = places if method.neighbours == 1 else places.grouped(method.neighbours)
+    shared.pairs(run.rank // method.neighbours)  # what is visible is looked up once, for all layers of a model
 
     def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         with saving() as saved:
