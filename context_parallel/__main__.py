@@ -44,7 +44,7 @@ from context_parallel.ulysses import sharing
 D, H, KV, K = 128, 4, 2, 32
 D_KV = KV * K
 SIZES, PRIME = (1024, 2048, 4096, 8192), 1021  # tokens of a row; the last divides by nothing
-ITEM, RUNS = 8, 3  # bytes of a float64; of which the shortest is shown
+ITEM = 8  # bytes of a float64
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -259,7 +259,7 @@ def traffic(show: Demo, method: Method, tokens: int, books: tuple[Ledger, Ledger
         elements = sum(row.algorithm for row in book.rows()) / ITEM
         show.claim(f"elements, {name}", formula.text, number, elements)
     calls = sum(row.calls for book in books for row in book.rows())
-    show.traffic("bytes on sockets", "8 · both", ITEM * sum(expected), sent, calls=calls)
+    show.traffic("bytes on sockets", "8 · elements", ITEM * sum(expected), sent, calls=calls)
 
 
 def time_table(seconds: Mapping[str, Mapping[int, float]]) -> list[str]:
@@ -290,7 +290,7 @@ def balance(run: Runtime, show: Demo) -> list[str]:
         show.part = f"T = {T:,}, {name}"
         for order, (formula, number) in expected.items():
             places = places_of(order, lengths, P)
-            pairs = [places.pairs(rank) for rank in range(P)]
+            pairs = comm.all_gather_object(places.pairs(run.rank), group=run.world)
             ratio, processor = max(pairs) / statistics.mean(pairs), processor_time(run, places)
             shares = f"{visible:11.1%} {sum(pairs) / T**2:9.1%}"
             lines.append(f"{f'{order}, {name}':28} {ratio:9.3f} {processor:9.3f}   {shares} of T²")
@@ -300,12 +300,11 @@ def balance(run: Runtime, show: Demo) -> list[str]:
 
 
 def processor_time(run: Runtime, places: Places) -> float:
-    """Of forwards of the ring, max/mean over the ranks."""
+    """Of a forward of the ring, max/mean over the ranks."""
     q, k, v = (random(3, 1, heads, places.slots.shape[1], K, dtype=torch.float32) for heads in (H, KV, KV))
     comm.barrier(group=run.world)
     before = time.process_time()
-    for _ in range(RUNS):
-        ring_attention(q, k, v, places, group=run.world)
+    ring_attention(q, k, v, places, group=run.world)
     ranks = comm.all_gather_object(time.process_time() - before, group=run.world)
     return max(ranks) / statistics.mean(ranks)
 

@@ -30,7 +30,7 @@ from context_parallel.order import slots
 from context_parallel.places import Places
 from context_parallel.ring import ring_attention
 
-T, H, KV, K = 8192, 4, 2, 32  # one document, in float32
+T, H, KV, K = 4096, 4, 2, 32  # one document, in float32
 RUNS = 3  # of which the shortest is shown
 FIGURE = "forward and backward of a ring on slowed links"
 

@@ -58,7 +58,7 @@ FAULTS = {
 def broken(run, fault):
     """The names of the claims that do not hold on this rank, by part."""
     show = Demo(run)
-    small = mock.patch.multiple(command, SIZES=(64, 128), PRIME=61, RUNS=1)
+    small = mock.patch.multiple(command, SIZES=(64, 128), PRIME=61)
     with small, mock.patch.object(*FAULTS[fault]) if fault else mock.MagicMock():
         command.compare(run, show)
         command.balance(run, show)
