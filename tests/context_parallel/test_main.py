@@ -129,7 +129,7 @@ def test_padding_that_sees_a_document(pool):
 
 def stepped(run):
     """Of each way the name, and of this rank what is computed and what is sent, in order."""
-    with mock.patch.multiple(overlap, T=256, RUNS=1):
+    with mock.patch.multiple(overlap, T=256, BLOCK=0.0, RUNS=1):
         steps = overlap.overlap(run)
         if run.rank == 0:
             overlap.tell(steps, None)
