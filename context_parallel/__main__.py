@@ -14,6 +14,7 @@ import math
 import statistics
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
@@ -159,45 +160,60 @@ def ring_ulysses(run: Runtime) -> Method:
 # -- beside one process ------------------------------------------------------------------------------------------------
 
 
+class Seconds(NamedTuple):
+    """Of a forward and a backward: those of the slowest rank on the clock, those of all ranks' processors."""
+
+    clock: float
+    processor: float
+
+
 class Seen(NamedTuple):
-    """What a layer makes of a row: the output, the gradients of the input and of the weights, and in what time."""
+    """What a layer makes of a row: the output, the gradients of the input and of the weights."""
 
     out: Tensor  # [1, T, D]
     dx: Tensor
     weights: list[Tensor]
-    seconds: float
 
 
-def compare(run: Runtime, show: Demo) -> dict[str, dict[int, float]]:
-    """Every method on every length; the seconds of forward and backward, by method and length."""
-    seconds: dict[str, dict[int, float]] = {}
+def compare(run: Runtime, show: Demo) -> dict[str, list[Seconds]]:
+    """Every method on every length; how long each took, by method."""
+    seconds: dict[str, list[Seconds]] = defaultdict(list)
     show.part = f"T = {PRIME:,}, padded, ring"  # first, since whatever comes first takes longer
-    follow(run, show, methods(run)[0], PRIME, alone(run, PRIME))
+    follow(run, show, methods(run)[0], PRIME, alone(run, PRIME)[0])
     for length in SIZES:
-        expected = alone(run, length)
-        seconds.setdefault("one process", {})[length] = expected.seconds
+        expected, spent = alone(run, length)
+        seconds["one process"].append(spent)
         for method in methods(run):
             show.part = f"T = {length:,}, {method.name}"
-            seconds.setdefault(method.name, {})[length] = follow(run, show, method, length, expected)
+            seconds[method.name].append(follow(run, show, method, length, expected))
     return seconds
 
 
-def alone(run: Runtime, length: int) -> Seen:
+def alone(run: Runtime, length: int) -> tuple[Seen, Seconds]:
     """The whole row on rank 0, by torch's attention, which sees no other document because it is not given one. All
     ranks get what it found.
     """
-    layer, x, seconds = made(), random(1, 1, length, D).requires_grad_(), 0.0
+    layer, x, began = made(), random(1, 1, length, D).requires_grad_(), now()
     out = torch.empty_like(x)
     found = [torch.empty_like(x) for x in (x, *layer.parameters())]
     if run.rank == 0:
-        began = time.perf_counter()
         out = layer(x, partial(by_document, lengths=packed(length)))
         out.backward(random(2, 1, length, D))
-        seconds = time.perf_counter() - began
         found = [each.grad for each in (x, *layer.parameters())]
+    spent = since(began)
     for tensor in (out := out.detach(), *found):
         comm.broadcast(tensor, 0, group=run.world)
-    return Seen(out, found[0], found[1:], seconds)
+    return Seen(out, found[0], found[1:]), spent
+
+
+def now() -> Seconds:
+    """The two clocks."""
+    return Seconds(time.perf_counter(), time.process_time())
+
+
+def since(began: Seconds) -> Seconds:
+    """What has passed on each."""
+    return Seconds(*(after - before for after, before in zip(now(), began, strict=True)))
 
 
 def by_document(q: Tensor, k: Tensor, v: Tensor, *, lengths: Sequence[int]) -> Tensor:
@@ -206,8 +222,8 @@ def by_document(q: Tensor, k: Tensor, v: Tensor, *, lengths: Sequence[int]) -> T
     return torch.cat([scaled_dot_product_attention(*each, is_causal=True, enable_gqa=True) for each in documents], 2)
 
 
-def follow(run: Runtime, show: Demo, method: Method, length: int, expected: Seen) -> float:
-    """Forward and backward of this rank's part of the row; the slowest rank's seconds."""
+def follow(run: Runtime, show: Demo, method: Method, length: int, expected: Seen) -> Seconds:
+    """Forward and backward of this rank's part of the row."""
     places = places_of("zigzag", packed(length), run.size)
     mine, layer, kept = places.slots[run.rank], made(), []
     shared = places if method.neighbours == 1 else places.grouped(method.neighbours)
@@ -222,20 +238,21 @@ def follow(run: Runtime, show: Demo, method: Method, length: int, expected: Seen
     x = cut(random(1, 1, length, D), mine, fill=1).requires_grad_()  # what is in padding must not matter
     dout = cut(random(2, 1, length, D), mine)
     comm.barrier(group=run.world)
-    before, began = demo.bytes_written(), time.perf_counter()
+    before, began = demo.bytes_written(), now()
     with watching(forward := Ledger()):
         out = layer(x, attention)
     with watching(backward := Ledger()):
         out.backward(dout)
-    seconds, sent = time.perf_counter() - began, demo.bytes_since(before)
+    spent, sent = since(began), demo.bytes_since(before)
     for weight in layer.parameters():  # each rank saw its own tokens
         comm.all_reduce(weight.grad, group=run.world)
-    judge(show, Seen(out.detach(), x.grad, [w.grad for w in layer.parameters()], seconds), expected, mine)
+    judge(show, Seen(out.detach(), x.grad, [w.grad for w in layer.parameters()]), expected, mine)
     traffic(show, method, len(mine), (forward, backward), sent)
     show.claim("bytes kept", method.kept.text, method.kept.each * len(mine), kept[0])
     if padding := places.slots.numel() - length:
         show.claim("tokens of padding", "-T mod 2P", -length % (2 * run.size if run.size > 1 else 1), padding)
-    return max(comm.all_gather_object(seconds, group=run.world))
+    clocks, processors = zip(*comm.all_gather_object(spent, group=run.world), strict=True)
+    return Seconds(max(clocks), sum(processors))
 
 
 def judge(show: Demo, ours: Seen, expected: Seen, mine: Tensor) -> None:
@@ -262,14 +279,13 @@ def traffic(show: Demo, method: Method, tokens: int, books: tuple[Ledger, Ledger
     show.traffic("bytes on sockets", "8 · elements", ITEM * sum(expected), sent, calls=calls)
 
 
-def time_table(seconds: Mapping[str, Mapping[int, float]]) -> list[str]:
+def time_table(seconds: Mapping[str, Sequence[Seconds]]) -> list[str]:
     """Lines, for a person."""
-    head = f"\n{'ms, forward and backward':26} {' '.join(f'T = {size:5,}' for size in SIZES)}"
-    rows = [
-        f"{name:26} {' '.join(f'{1e3 * each:9.0f}' for each in by_length.values())}"
-        for name, by_length in seconds.items()
-    ]
-    return [head, *rows]
+    heads = "".join(f"{f'T = {size:,}':>20}" for size in SIZES), len(SIZES) * f"{'clock':>12}{'cpu':>8}"
+    lines = [f"\n{'ms, slowest clock and':24}{heads[0]}", f"{'processors of all':24}{heads[1]}"]
+    for name, by_length in seconds.items():
+        lines.append(f"{name:24}" + "".join(f"{1e3 * s.clock:12.0f}{1e3 * s.processor:8.0f}" for s in by_length))
+    return lines
 
 
 # -- work, by order ----------------------------------------------------------------------------------------------------
