@@ -39,7 +39,7 @@ class Case:
     repeat: int = 1  # calls in a turn: many, where one is too short for the clock
     peaks: Mapping[str, Callable[[], int]] = field(
         default_factory=dict
-    )  # measures a peak, where not that of a call is wanted
+    )  # in place of the peak of a call
 
 
 @dataclass(frozen=True)
