@@ -37,9 +37,7 @@ class Case:
     prepare: Call = nothing  # before every turn, outside the clock
     finish: Call = nothing  # after every turn, outside the clock: what the call left to others
     repeat: int = 1  # calls in a turn: many, where one is too short for the clock
-    peaks: Mapping[str, Callable[[], int]] = field(
-        default_factory=dict
-    )  # in place of the peak of a call
+    peaks: Mapping[str, Callable[[], int]] = field(default_factory=dict)  # in place of that of a call
 
 
 @dataclass(frozen=True)
