@@ -12,6 +12,7 @@ from context_parallel.places import Places
 
 def local_attention(q: Tensor, k: Tensor, v: Tensor, places: Places) -> Tensor:
     """q [B, H, T, K], k and v [B, KV, T, K] -> [B, H, T, K], of q's dtype. places: those of one rank, which has all."""
+    places.check(q, k, v, 1)
     return _Local.apply(q, k, v, places)
 
 

@@ -52,6 +52,18 @@ class Places:
         slots = slots.to(documents.device)
         return cls(slots, torch.stack([cut(documents, mine, fill=NOWHERE) for mine in slots]), causal)
 
+    def check(self, q: Tensor, k: Tensor, v: Tensor, ranks: int) -> None:
+        """Raise ValueError unless these can be queries, keys and values of one of so many ranks, whose places these
+        are.
+        """
+        parts, rows, length = self.documents.shape
+        if parts != ranks:
+            raise ValueError(f"the places are those of {parts} ranks, but {ranks} attend: cut rows in as many parts")
+        fits = k.shape == v.shape and k.shape[::2] == q.shape[::2] == (rows, length) and k.shape[3] == q.shape[3]
+        if not fits or q.shape[1] % k.shape[1]:
+            shapes = ", ".join(f"{name} {[*x.shape]}" for name, x in (("q", q), ("k", k), ("v", v)))
+            raise ValueError(f"{shapes}: need [{rows}, H, {length}, K], and a KV that divides H in place of it twice")
+
     def visible(self, mine: int, theirs: int, queries: slice = ALL, keys: slice = ALL) -> Tensor:
         """[B, queries, keys] bool: that query of rank `mine` may look at that key of rank `theirs`."""
         query, key = self.documents[mine][:, queries, None], self.documents[theirs][:, None, keys]

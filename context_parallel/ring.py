@@ -28,8 +28,10 @@ def ring_attention(q: Tensor, k: Tensor, v: Tensor, places: Places, *, group: di
     """Attention over the tokens of all ranks of the group; each holds its own tokens, and gets the output of them.
 
     q [B, H, T/P, K], k and v [B, KV, T/P, K] -> [B, H, T/P, K], of q's dtype. places: those of all ranks, the same on
-    each. Scores are scaled by K^-½. Collective, and so is its backward.
+    each. Scores are scaled by K^-½. Raises ValueError, before any message, for shapes that do not fit the places.
+    Collective, and so is its backward.
     """
+    places.check(q, k, v, group.size())
     return _Ring.apply(q, k, v, places, group)
 
 

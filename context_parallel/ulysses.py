@@ -23,9 +23,10 @@ def ulysses_attention(q: Tensor, k: Tensor, v: Tensor, places: Places, *, group:
     """Attention over the tokens of all ranks of the group; each holds its own tokens, and gets the output of them.
 
     q [B, H, T/P, K], k and v [B, KV, T/P, K] -> [B, H, T/P, K], of q's dtype. places: those of all ranks, the same on
-    each. Raises ValueError, before any message, for heads that the ranks cannot share. Collective, and so is its
-    backward.
+    each. Raises ValueError, before any message, for shapes that do not fit the places, and for heads that the ranks
+    cannot share. Collective, and so is its backward.
     """
+    places.check(q, k, v, group.size())
     whole = partial(local_attention, places=places.grouped(group.size()))
     return by_heads(q, k, v, places.slots.flatten(), whole, group=group)
 
