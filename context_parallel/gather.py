@@ -27,8 +27,8 @@ def all_gather_attention(
     """Attention over the tokens of all ranks of the group; each holds its own tokens, and gets the output of them.
 
     q [B, H, T/P, K], k and v [B, KV, T/P, K] -> [B, H, T/P, K], of q's dtype. places: those of all ranks, the same on
-    each. save_gathered keeps all keys and values for backward. Raises ValueError, before any message, for shapes that do
-    not fit the places. Collective, and so is its backward.
+    each. save_gathered keeps all keys and values for backward. Raises ValueError, before any message, for shapes that
+    do not fit the places. Collective, and so is its backward.
     """
     places.check(q, k, v, group.size())
     return _Gathered.apply(q, k, v, places, group, save_gathered)
