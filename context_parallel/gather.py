@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from collectives import comm
 from context_parallel import block
@@ -48,6 +49,7 @@ class _Gathered(torch.autograd.Function):
         return result.out.to(q.dtype)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None, None]:
         (q, *saved, out, lse), group = ctx.saved_tensors, ctx.group
         everyones = saved[0] if len(saved) == 1 else _gather(*saved, group)

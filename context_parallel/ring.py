@@ -16,8 +16,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-from collectives.p2p import Handle, exchange
+from collectives import p2p
 from collectives.watch import about
 from context_parallel import block
 from context_parallel.online import Backward, Forward
@@ -49,6 +50,7 @@ class _Ring(torch.autograd.Function):
         return result.out.to(q.dtype)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
         (q, k, v, out, lse), group = ctx.saved_tensors, ctx.group
         result = Backward(dout, q, (out, lse), ctx.places, group.rank())
@@ -78,10 +80,10 @@ def around(own: Tensor, group: dist.ProcessGroup) -> Iterator[tuple[int, Tensor]
             own = coming
 
 
-def pass_on(x: Tensor, group: dist.ProcessGroup) -> tuple[Handle, Tensor]:
+def pass_on(x: Tensor, group: dist.ProcessGroup) -> tuple[p2p.Handle, Tensor]:
     """Start to send x to the next rank, and to receive such a tensor from the one before: the handle, and that."""
     rank, size, coming = group.rank(), group.size(), torch.empty_like(x)
-    return exchange([(x, (rank + 1) % size)], [(coming, (rank - 1) % size)], group=group), coming
+    return p2p.exchange([(x, (rank + 1) % size)], [(coming, (rank - 1) % size)], group=group), coming
 
 
 class Homeward:
@@ -89,7 +91,7 @@ class Homeward:
 
     def __init__(self, group: dist.ProcessGroup):
         self.group, self.step = group, 0
-        self.work: Handle | None = None
+        self.work: p2p.Handle | None = None
 
     def add(self, terms: Tensor) -> None:
         """Add this rank's terms of the block in hand to what the ranks before have added, and send it on."""

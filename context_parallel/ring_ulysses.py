@@ -30,7 +30,7 @@ def ring_ulysses_attention(
     """
     neighbours = ulysses_group.size()
     places.check(q, k, v, ring_group.size() * neighbours)
-    mine = places.slots.unflatten(0, (-1, neighbours))[ring_group.rank()].flatten()
+    order = places.order(neighbours, ring_group.rank())
     # IDEA: after the all_to_all each rank of a ring has the tokens of U ranks, in the order of their slots.
     ring = partial(ring_attention, places=places.grouped(neighbours), group=ring_group)
-    return by_heads(q, k, v, mine, ring, group=ulysses_group)
+    return by_heads(q, k, v, order, ring, group=ulysses_group)
