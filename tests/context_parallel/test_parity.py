@@ -27,7 +27,10 @@ RANKS_AND_METHODS = [
     *[(4, "ring_ulysses 1"), (4, "ring_ulysses 4")],
 ]
 LENGTHS = (16, 15, 14, 20, 3)  # 3: of four ranks one has nothing but padding
-HEADS = {1: [(4, 2), (4, 1), (3, 3)], 3: [(6, 3), (6, 1), (3, 3)]} | dict.fromkeys((2, 4), [(4, 2), (4, 1), (8, 4)])
+HEADS = {  # that so many ranks can share
+    **{ranks: [(4, 2), (4, 1), (8, 4)] for ranks in (1, 2, 4)},
+    3: [(6, 3), (6, 1), (3, 3)],
+}
 DOCUMENTS = {
     "one": lambda T: {},
     "1 and T-1": lambda T: {"lengths": (1, T - 1)},  # and T-1 and 1 in the second row
@@ -93,14 +96,17 @@ def passed_through(run, chosen):
     return results
 
 
-@pytest.mark.parametrize("method", [*METHODS, "ring_ulysses 2"])
-@pytest.mark.parametrize("dtype", [torch.float32])
-def test_in_float32(pool, method, dtype):
-    """Results have the dtype of what they belong to."""
-    chosen = [Case(method, order, T=30, lengths=(9, 4), dtype=dtype) for order in ORDERS]
-    judge(pool, 4, chosen)
-    for results in pool.run(4, outcomes, chosen[:1]):
-        assert {x.dtype for x in results[0]} == {dtype}
+@EACH_METHOD
+def test_in_float32(pool, method):
+    judge(pool, 4, [Case(method, order, T=30, lengths=(9, 4), dtype=torch.float32) for order in ORDERS])
+
+
+@EACH_METHOD
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_results_have_the_dtype_of_what_they_belong_to(pool, method, dtype):
+    """What is accumulated in float32 does not come out of it."""
+    for results in pool.run(4, outcome, Case(method, dtype=dtype)):
+        assert {x.dtype for x in results} == {dtype}
 
 
 # -- not all of it -----------------------------------------------------------------------------------------------------
@@ -140,6 +146,13 @@ def test_without_any_gradient(pool, method):
     case = Case(method, lengths=(6,))
     for out, (other, *_) in zip(pool.run(4, without_gradients, case), pool.run(4, outcome, case), strict=True):
         assert not out.requires_grad and torch.equal(out, other)
+
+
+@EACH_METHOD
+def test_nothing_to_see(pool, method):
+    """Of tokens of no document everything is exactly zero, not only near it."""
+    for results in pool.run(4, outcome, Case(method, holes=tuple(range(16)))):
+        assert not any(x.any() for x in results)
 
 
 @EACH_METHOD
