@@ -2,7 +2,6 @@
 padded, what is masked, what needs no gradient, and bits that must not move.
 """
 
-import functools
 import itertools
 import random
 import time
@@ -221,7 +220,5 @@ def shared_tensor(run, case):
 def test_tensors_as_a_model_makes_them(pool, method):
     case = Case(method)
     ones = [*case.tensors()[:3], torch.ones(case.B, case.H, case.T, case.K, dtype=torch.float64)]
-    for strided, plain in zip(
-        pool.run(4, shared_tensor, case), pool.run(4, functools.partial(outcome, tensors=ones), case), strict=True
-    ):
+    for strided, plain in zip(pool.run(4, shared_tensor, case), pool.run(4, outcome, case, ones), strict=True):
         assert all(near(ours, theirs) <= 1 for ours, theirs in zip(strided, plain, strict=True))

@@ -31,15 +31,25 @@ def far_apart(case, ranks, loud):
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize(("ranks", "loud"), [(2, 0), (2, 1), (4, 0), (4, 2), (4, 3)])
 def test_t73_blocks_150_apart(pool, method, causal, ranks, loud):
-    """Without a mask the ranks see the loud block first, in between and last: the order of blocks does not matter."""
+    """Without a mask the ranks see the loud block first, in between and last: the order of blocks does not matter. The
+    output is right to 1e-6, gradients to twice the error of one device: an lse of 150 is rounded by 1e-5.
+    """
     case = Case(method, "contiguous", causal, dtype=torch.float32)
     tensors = far_apart(case, ranks, loud)
-    inputs = [x.double().requires_grad_() for x in tensors[:3]]
-    out = dense.attention(*inputs, case.documents(), causal)
-    out.backward(tensors[3].double())
-    results = zip(*pool.run(ranks, functools.partial(outcome, tensors=tensors), case), strict=True)
-    for pieces, true in zip(results, (out.detach(), *(x.grad for x in inputs)), strict=True):
-        assert furthest(torch.cat(pieces, 2), true) <= 1e-6 * max(1.0, float(true.abs().max()))
+    true = gradients(lambda q, k, v: dense.attention(q, k, v, case.documents(), causal), [x.double() for x in tensors])
+    plain = functools.partial(F.scaled_dot_product_attention, is_causal=causal, enable_gqa=True)
+    results = [torch.cat(pieces, 2) for pieces in zip(*pool.run(ranks, outcome, case, tensors), strict=True)]
+    assert furthest(results[0], true[0]) <= 1e-6
+    for ours, single, right in zip(results[1:], gradients(plain, tensors)[1:], true[1:], strict=True):
+        assert furthest(ours, right) <= 2 * furthest(single, right) + 1e-6
+
+
+def gradients(attention, tensors):
+    """(output, dq, dk, dv)."""
+    inputs = [x.detach().clone().requires_grad_() for x in tensors[:3]]
+    out = attention(*inputs)
+    out.backward(tensors[3])
+    return [x.detach() for x in (out, *(x.grad for x in inputs))]
 
 
 # -- T75: partial results kept in low precision ------------------------------------------------------------------------
@@ -49,13 +59,13 @@ LAYERS, STACK = 8, Case(T=64, B=4, H=4, KV=2, K=16)
 
 def stack(attention, tensors):
     """(output, dq, dk, dv) of layers that each add to the queries."""
-    q, k, v, dout = tensors
-    inputs = [x.detach().requires_grad_() for x in (q, k, v)]
-    x = inputs[0]
-    for _ in range(LAYERS):
-        x = x + attention(x, *inputs[1:])
-    x.backward(dout)
-    return [t.detach().double() for t in (x, *(t.grad for t in inputs))]
+
+    def layers(q, k, v):
+        for _ in range(LAYERS):
+            q = q + attention(q, k, v)
+        return q
+
+    return [x.double() for x in gradients(layers, tensors)]
 
 
 def stack_on_ranks(run, method, tensors):
@@ -213,7 +223,7 @@ def test_t84_three_rows_are_three_times_one(pool, method):
     together = pool.run(4, outcome, case)
     for row in range(3):
         tensors = [x[row : row + 1] for x in case.tensors()]
-        one = pool.run(4, functools.partial(outcome, tensors=tensors), Case(method, T=8, B=1))
+        one = pool.run(4, outcome, Case(method, T=8, B=1), tensors)
         for of_three, of_one in itertools.chain.from_iterable(map(zip, together, one)):
             assert furthest(of_three[row : row + 1], of_one) <= 1e-14
 
