@@ -13,8 +13,7 @@ torch.utils.benchmark. docs/benchmarks.md tells how to read the result.
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from types import MappingProxyType
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -38,7 +37,7 @@ class Case:
     prepare: Call = nothing  # before every turn, outside the clock
     finish: Call = nothing  # after every turn, outside the clock: what the call left to others
     repeat: int = 1  # calls in a turn: many, where one is too short for the clock
-    peaks: Mapping[str, Callable[[], int]] = MappingProxyType({})  # measures a peak, where not that of a call is wanted
+    peaks: Mapping[str, Callable[[], int]] = field(default_factory=dict)  # in place of that of a call
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from collectives import comm
 from context_parallel import block
@@ -27,8 +28,10 @@ def all_gather_attention(
     """Attention over the tokens of all ranks of the group; each holds its own tokens, and gets the output of them.
 
     q [B, H, T/P, K], k and v [B, KV, T/P, K] -> [B, H, T/P, K], of q's dtype. places: those of all ranks, the same on
-    each. save_gathered keeps all keys and values for backward. Collective, and so is its backward.
+    each. save_gathered keeps all keys and values for backward. Raises ValueError, before any message, for shapes that
+    do not fit the places. Collective, and so is its backward.
     """
+    places.check(q, k, v, group.size())
     return _Gathered.apply(q, k, v, places, group, save_gathered)
 
 
@@ -46,6 +49,7 @@ class _Gathered(torch.autograd.Function):
         return result.out.to(q.dtype)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None, None]:
         (q, *saved, out, lse), group = ctx.saved_tensors, ctx.group
         everyones = saved[0] if len(saved) == 1 else _gather(*saved, group)

@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from context_parallel import block
 from context_parallel.online import Backward, Forward
@@ -12,6 +13,7 @@ from context_parallel.places import Places
 
 def local_attention(q: Tensor, k: Tensor, v: Tensor, places: Places) -> Tensor:
     """q [B, H, T, K], k and v [B, KV, T, K] -> [B, H, T, K], of q's dtype. places: those of one rank, which has all."""
+    places.check(q, k, v, 1)
     return _Local.apply(q, k, v, places)
 
 
@@ -27,6 +29,7 @@ class _Local(torch.autograd.Function):
         return result.out.to(q.dtype)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         q, k, v, out, lse = ctx.saved_tensors
         result = Backward(dout, q, (out, lse), ctx.places, 0)

@@ -11,6 +11,7 @@ Attention (Brandon et al. 2023). A row that does not divide is padded at its end
 fills them, `join` drops them. Labels are shifted before the cut: afterwards a token's next one may lie elsewhere.
 """
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -22,7 +23,7 @@ ORDERS = ("contiguous", "zigzag", "striped")
 def slots(order: str, length: int, parts: int, *, multiple: int = 1) -> Tensor:
     """[P, T/P] int64, ascending in each rank's row: the slots that each rank holds of a row of T = length tokens.
 
-    Slots of `length` and more are padding, as few as make all parts equal, and chunks a multiple of `multiple`. Raises
+    Slots of `length` and more are padding, as few as make all parts equal, and a multiple of `multiple`. Raises
     ValueError for an unknown order.
     """
     if order not in ORDERS:
@@ -30,7 +31,8 @@ def slots(order: str, length: int, parts: int, *, multiple: int = 1) -> Tensor:
     if length < 1 or parts < 1:
         raise ValueError(f"a row of {length} tokens in {parts} parts: both must be at least 1")
     chunks = 2 * parts if order == "zigzag" and parts > 1 else parts
-    size = -(-length // (chunks * multiple)) * multiple
+    step = multiple // math.gcd(multiple, chunks // parts)
+    size = -(-length // (chunks * step)) * step
     row = torch.arange(chunks * size)
     if order == "striped":
         return row.view(size, parts).T.contiguous()

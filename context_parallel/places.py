@@ -1,11 +1,12 @@
 """Places: where the tokens of every rank stand in their rows, and so which keys a query sees.
 
-The whole mask of attention is a function of two small tables, so that no algorithm needs to know an order: a query sees
-a key of the same document that stands at no later slot. For the queries of one rank and the keys of another, `block`
-says what must be computed: nothing, the part of it that is not wholly masked, and in there all, a triangle, or a mask.
+The whole mask of attention follows from a few numbers a token, so that no algorithm needs to know an order: documents
+are runs of a row, so what a query sees is an interval of slots, from the first of its document to its own, or to the
+last of it. For the queries of one rank and the keys of another, `blocks` says what must be computed: nothing, or the
+part that is not wholly masked, and in there all, a triangle, or what a mask shows.
 
-The tables are the same on all ranks and nothing of them is sent: ids and documents of a row are known to whoever reads
-it, and the slots follow from the order.
+The numbers are the same on all ranks and nothing of them is sent: whoever reads a row knows its documents, and the
+slots follow from the order.
 """
 
 from dataclasses import dataclass, field
@@ -23,7 +24,7 @@ NOWHERE = -1  # the document of padding: sees nothing, and nothing sees it
 
 class Block(NamedTuple):
     """The part of some queries × some keys in which anything is visible: in all of it, or below the diagonal, or else
-    where the mask says so.
+    where a mask says so.
     """
 
     queries: slice
@@ -39,31 +40,62 @@ class Block(NamedTuple):
 
 @dataclass(frozen=True)
 class Places:
-    """The slot and the document of each token, by rank."""
+    """The slot of each token, by rank, and the slots that it sees."""
 
     slots: Tensor  # [P, T/P] index in the row, ascending in each rank's
-    documents: Tensor  # [P, B, T/P] number of the document; NOWHERE: of none
-    causal: bool = True
+    first: Tensor  # [P, B, T/P] the first slot that the token sees
+    last: Tensor  # [P, B, T/P] the last one, before the first if there is none
     _known: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)  # found once, for all layers
 
     @classmethod
     def of(cls, documents: Tensor, slots: Tensor, *, causal: bool = True) -> "Places":
-        """From the documents [B, T] of whole rows and the slots [P, T/P] of an order."""
-        slots = slots.to(documents.device)
-        return cls(slots, torch.stack([cut(documents, mine, fill=NOWHERE) for mine in slots]), causal)
+        """From the documents [B, T] of whole rows, by number, NOWHERE for padding, and the slots [P, T/P] of an order.
+
+        Raises ValueError for a document that another one interrupts.
+        """
+        slots, length = slots.to(documents.device), documents.shape[1]
+        first, last = _runs(documents)
+        if causal:
+            last = torch.arange(length, device=documents.device).expand_as(documents)
+        last = last.masked_fill(documents < 0, -1)  # an interval that ends before it begins
+        ends = [[cut(end, mine, fill=fill) for mine in slots] for end, fill in ((first, 0), (last, -1))]
+        return cls(slots, *map(torch.stack, ends))
+
+    def check(self, q: Tensor, k: Tensor, v: Tensor, ranks: int) -> None:
+        """Raise ValueError unless these can be queries, keys and values of one of so many ranks, whose places these
+        are.
+        """
+        parts, rows, length = self.first.shape
+        if parts != ranks:
+            raise ValueError(f"the places are those of {parts} ranks, but {ranks} attend: cut rows in as many parts")
+        fits = k.shape == v.shape and k.shape[::2] == q.shape[::2] == (rows, length) and k.shape[3] == q.shape[3]
+        if not fits or q.shape[1] % k.shape[1]:
+            shapes = ", ".join(f"{name} {[*x.shape]}" for name, x in (("q", q), ("k", k), ("v", v)))
+            raise ValueError(f"{shapes}: need [{rows}, H, {length}, K], and a KV that divides H in place of it twice")
+
+    def seen(self, mine: int, theirs: int) -> tuple[Tensor, Tensor]:
+        """[B, T/P] twice: of the keys of rank `theirs`, the first that each query of rank `mine` sees, and the one
+        behind the last; the same number twice if it sees none.
+        """
+        if (mine, theirs) not in self._known:
+            keys = self.slots[theirs]
+            start = torch.searchsorted(keys, self.first[mine])
+            stop = torch.searchsorted(keys, self.last[mine], right=True)
+            self._known[mine, theirs] = start, stop.maximum(start)
+        return self._known[mine, theirs]
 
     def visible(self, mine: int, theirs: int, queries: slice = ALL, keys: slice = ALL) -> Tensor:
         """[B, queries, keys] bool: that query of rank `mine` may look at that key of rank `theirs`."""
-        query, key = self.documents[mine][:, queries, None], self.documents[theirs][:, None, keys]
-        seen = (query == key) & (query != NOWHERE)
-        return seen & (self.slots[mine][queries, None] >= self.slots[theirs][keys]) if self.causal else seen
+        start, stop = (end[:, queries, None] for end in self.seen(mine, theirs))
+        key = torch.arange(self.slots.shape[1], device=start.device)[keys]
+        return (start <= key) & (key < stop)
 
     def blocks(self, mine: int, theirs: int) -> list[Block]:
         """What rank `mine` computes with the keys of rank `theirs`: blocks of different queries, perhaps none."""
-        if (mine, theirs) not in self._known:
-            visible = self.visible(mine, theirs)
-            self._known[mine, theirs] = _blocks(visible, range(visible.shape[1]))
-        return self._known[mine, theirs]
+        if (known := ("blocks", mine, theirs)) not in self._known:
+            start, stop = (end.cpu() for end in self.seen(mine, theirs))
+            self._known[known] = _blocks(start, stop, range(start.shape[1]))
+        return self._known[known]
 
     def mask(self, mine: int, theirs: int, block: Block) -> Tensor | None:
         """[B, 1, queries, keys] bool: what is visible in the block; None if its kind says it."""
@@ -73,40 +105,61 @@ class Places:
         """Scores that rank `mine` computes of its T/P × T, a row and head; a forward takes 4K FLOPs for each."""
         return sum(block.pairs for theirs in range(len(self.slots)) for block in self.blocks(mine, theirs))
 
+    def order(self, size: int, group: int) -> tuple[Tensor, Tensor]:
+        """[size·T/P] twice: what sorts the tokens of the `group`-th `size` neighbours by their slots, and what puts
+        them back.
+        """
+        if (known := ("order", size, group)) not in self._known:
+            there = self.slots.view(-1, size * self.slots.shape[1])[group].argsort()
+            self._known[known] = there, there.argsort()
+        return self._known[known]
+
     def grouped(self, size: int) -> "Places":
         """Those of ranks that are `size` neighbours of these each, their tokens together in the order of the slots."""
-        if size not in self._known:
+        if (known := ("grouped", size)) not in self._known:
             slots, order = self.slots.view(-1, size * self.slots.shape[1]).sort(1)
-            documents = self.documents.unflatten(0, (-1, size)).transpose(1, 2).flatten(2)  # [P/size, B, size·T/P]
-            documents = documents.gather(2, order[:, None].expand_as(documents))
-            self._known[size] = Places(slots, documents, self.causal)
-        return self._known[size]
+            ends = [end.unflatten(0, (-1, size)).transpose(1, 2).flatten(2) for end in (self.first, self.last)]
+            first, last = (end.gather(2, order[:, None].expand_as(end)) for end in ends)  # [P/size, B, size·T/P]
+            self._known[known] = Places(slots, first, last)
+        return self._known[known]
 
 
-def _blocks(visible: Tensor, queries: range) -> list[Block]:
+def _runs(documents: Tensor) -> tuple[Tensor, Tensor]:
+    """[B, T] twice: the first and the last slot of each token's document."""
+    slot = torch.arange(documents.shape[1], device=documents.device).expand_as(documents)
+    change = documents[:, 1:] != documents[:, :-1]
+    begins = torch.nn.functional.pad(change, (1, 0), value=True)
+    ends = torch.nn.functional.pad(change, (0, 1), value=True)
+    begun = torch.where(begins & (documents >= 0), documents, NOWHERE - 1 - slot).sort(1).values
+    if bool((begun[:, 1:] == begun[:, :-1]).any()):
+        raise ValueError("a document is interrupted by another one: lay the tokens of each end to end")
+    first = torch.where(begins, slot, 0).cummax(1).values
+    last = torch.where(ends, slot, documents.shape[1]).flip(1).cummin(1).values.flip(1)
+    return first, last
+
+
+def _blocks(start: Tensor, stop: Tensor, queries: range) -> list[Block]:
     """Of these queries: one block, or those of its two halves, if a mask leaves so little that it pays."""
-    anywhere = visible[:, queries.start : queries.stop].any(0)
-    rows, columns = (_hull(anywhere.any(dim)) for dim in (1, 0))
-    if rows is None or columns is None:
+    sees = (start < stop)[:, queries.start : queries.stop].any(0).nonzero()
+    if not len(sees):
         return []
-    rows = slice(queries.start + rows.start, queries.start + rows.stop)
-    whole = Block(rows, columns, _kind(visible[:, rows, columns]))
+    rows = slice(queries.start + int(sees[0]), queries.start + int(sees[-1]) + 1)
+    whole = _block(start[:, rows], stop[:, rows], rows)
     middle = (rows.start + rows.stop) // 2
     if whole.kind != "masked" or middle - rows.start < LEAST:
         return [whole]
-    halves = _blocks(visible, range(rows.start, middle)) + _blocks(visible, range(middle, rows.stop))
+    halves = _blocks(start, stop, range(rows.start, middle)) + _blocks(start, stop, range(middle, rows.stop))
     return halves if sum(half.pairs for half in halves) < whole.pairs * 7 / 8 else [whole]
 
 
-def _hull(marked: Tensor) -> slice | None:
-    """From the first to the last that is marked."""
-    where = marked.nonzero()
-    return slice(int(where[0]), int(where[-1]) + 1) if len(where) else None
-
-
-def _kind(visible: Tensor) -> str:
-    if visible.all():
-        return "full"
-    square = visible.shape[1] == visible.shape[2]
-    triangle = square and torch.equal(visible, torch.ones_like(visible[0]).tril().expand_as(visible))
-    return "causal" if triangle else "masked"
+def _block(start: Tensor, stop: Tensor, rows: slice) -> Block:
+    """That of these queries, of which the first and the last see something."""
+    sees = start < stop
+    begin, end = int(start[sees].min()), int(stop[sees].max())
+    keys, length = slice(begin, end), rows.stop - rows.start
+    if bool((start == begin).all()):
+        if bool((stop == end).all()):
+            return Block(rows, keys, "full")
+        if length == end - begin and bool((stop == begin + 1 + torch.arange(length)).all()):
+            return Block(rows, keys, "causal")
+    return Block(rows, keys, "masked")

@@ -17,8 +17,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-from collectives.p2p import Handle, exchange
+from collectives import p2p
 from collectives.timeline import Timeline
 from collectives.watch import about
 from context_parallel import block
@@ -32,9 +33,10 @@ def ring_attention(
     """Attention over the tokens of all ranks of the group; each holds its own tokens, and gets the output of them.
 
     q [B, H, T/P, K], k and v [B, KV, T/P, K] -> [B, H, T/P, K], of q's dtype. places: those of all ranks, the same on
-    each. Scores are scaled by K^-½. timeline: has a span for each block that is computed. Collective, and so is its
-    backward.
+    each. Scores are scaled by K^-½. timeline: has a span for each block that is computed. Raises ValueError, before any
+    message, for shapes that do not fit the places. Collective, and so is its backward.
     """
+    places.check(q, k, v, group.size())
     return _Ring.apply(q, k, v, places, group, timeline)
 
 
@@ -53,6 +55,7 @@ class _Ring(torch.autograd.Function):
         return result.out.to(q.dtype)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None, None]:
         (q, k, v, out, lse), group = ctx.saved_tensors, ctx.group
         result = Backward(dout, q, (out, lse), ctx.places, group.rank())
@@ -87,10 +90,10 @@ def around(own: Tensor, group: dist.ProcessGroup) -> Iterator[tuple[int, Tensor]
             own = coming
 
 
-def pass_on(x: Tensor, group: dist.ProcessGroup) -> tuple[Handle, Tensor]:
+def pass_on(x: Tensor, group: dist.ProcessGroup) -> tuple[p2p.Handle, Tensor]:
     """Start to send x to the next rank, and to receive such a tensor from the one before: the handle, and that."""
     rank, size, coming = group.rank(), group.size(), torch.empty_like(x)
-    return exchange([(x, (rank + 1) % size)], [(coming, (rank - 1) % size)], group=group), coming
+    return p2p.exchange([(x, (rank + 1) % size)], [(coming, (rank - 1) % size)], group=group), coming
 
 
 class Homeward:
@@ -98,7 +101,7 @@ class Homeward:
 
     def __init__(self, group: dist.ProcessGroup):
         self.group, self.step = group, 0
-        self.work: Handle | None = None
+        self.work: p2p.Handle | None = None
 
     def add(self, terms: Tensor) -> None:
         """Add this rank's terms of the block in hand to what the ranks before have added, and send it on."""

@@ -25,10 +25,12 @@ def ring_ulysses_attention(
 
     q [B, H, T/P, K], k and v [B, KV, T/P, K] -> [B, H, T/P, K], of q's dtype. places: those of all P, of which the one
     that is number u of its ulysses_group and number r of its ring_group is the (r·U + u)-th. Raises ValueError, before
-    any message, for heads that U ranks cannot share. Collective, and so is its backward.
+    any message, for shapes that do not fit the places, and for heads that U ranks cannot share. Collective, and so is
+    its backward.
     """
     neighbours = ulysses_group.size()
-    mine = places.slots.unflatten(0, (-1, neighbours))[ring_group.rank()].flatten()
+    places.check(q, k, v, ring_group.size() * neighbours)
+    order = places.order(neighbours, ring_group.rank())
     # IDEA: after the all_to_all each rank of a ring has the tokens of U ranks, in the order of their slots.
     ring = partial(ring_attention, places=places.grouped(neighbours), group=ring_group)
-    return by_heads(q, k, v, mine, ring, group=ulysses_group)
+    return by_heads(q, k, v, order, ring, group=ulysses_group)

@@ -23,36 +23,37 @@ def ulysses_attention(q: Tensor, k: Tensor, v: Tensor, places: Places, *, group:
     """Attention over the tokens of all ranks of the group; each holds its own tokens, and gets the output of them.
 
     q [B, H, T/P, K], k and v [B, KV, T/P, K] -> [B, H, T/P, K], of q's dtype. places: those of all ranks, the same on
-    each. Raises ValueError, before any message, for heads that the ranks cannot share. Collective, and so is its
-    backward.
+    each. Raises ValueError, before any message, for shapes that do not fit the places, and for heads that the ranks
+    cannot share. Collective, and so is its backward.
     """
-    whole = partial(local_attention, places=places.grouped(group.size()))
-    return by_heads(q, k, v, places.slots.flatten(), whole, group=group)
+    places.check(q, k, v, group.size())
+    size = group.size()
+    whole = partial(local_attention, places=places.grouped(size))
+    return by_heads(q, k, v, places.order(size, 0), whole, group=group)
 
 
 def by_heads(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    slots: Tensor,
+    order: tuple[Tensor, Tensor],
     attention: Callable[[Tensor, Tensor, Tensor], Tensor],
     *,
     group: dist.ProcessGroup,
 ) -> Tensor:
-    """What `attention` gives of this rank's share of the heads, for the tokens of all ranks of the group: they stand
-    at `slots` [T], rank after rank, and are handed over in ascending order. Shapes as in ulysses_attention.
+    """What `attention` gives of this rank's share of the heads, for the tokens of all ranks of the group, which it is
+    handed in this order of them [T], rank after rank; with the order is its inverse. Shapes as in ulysses_attention.
     """
-    size = group.size()
+    size, (there, back) = group.size(), order
     check_heads(q.shape[1], k.shape[1], size)
-    order = slots.argsort()
 
     def some_heads(x: Tensor) -> Tensor:
         x = x.repeat_interleave(max(1, size // x.shape[1]), 1)  # KV heads, where there are not enough for all ranks
         # IDEA: from some tokens of all heads to all tokens of some heads.
-        return all_to_all(x, 1, 2, group=group).index_select(2, order)  # [B, H/P, T, K]
+        return all_to_all(x, 1, 2, group=group).index_select(2, there)  # [B, H/P, T, K]
 
     out = attention(some_heads(q), some_heads(k), some_heads(v))
-    return all_to_all(out.index_select(2, order.argsort()), 2, 1, group=group)  # [B, H, T/P, K]
+    return all_to_all(out.index_select(2, back), 2, 1, group=group)  # [B, H, T/P, K]
 
 
 def check_heads(heads: int, kv_heads: int, ranks: int) -> None:
@@ -63,4 +64,5 @@ def check_heads(heads: int, kv_heads: int, ranks: int) -> None:
 
 def sharing(heads: int, kv_heads: int) -> list[int]:
     """How many ranks can share them: each has as many heads, and those of whole KV heads or a part of one's."""
-    return [n for n in range(1, heads + 1) if heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)]
+    some = range(1, heads + 1) if heads % kv_heads == 0 else ()
+    return [n for n in some if heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)]

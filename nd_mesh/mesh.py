@@ -87,7 +87,7 @@ class Mesh:
                     self._groups[name] = group
 
     def group(self, name: str) -> dist.ProcessGroup:
-        """This rank's group of that name: an axis, batch, data, ep or expert_data."""
+        """This rank's group of that name: an axis, one of GROUPS, ep or expert_data."""
         return self._groups[name]
 
     def rank(self, name: str) -> int:

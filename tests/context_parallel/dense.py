@@ -7,15 +7,22 @@ import torch
 
 def attention(q, k, v, documents, causal=True):
     """q [B, H, T, K], k and v [B, KV, T, K], documents [B, T] (negative: none) -> [B, H, T, K]."""
-    _, H, T, K = q.shape
-    k, v = (x.repeat_interleave(H // k.shape[1], dim=1) for x in (k, v))
-    visible = (documents[:, :, None] == documents[:, None, :]) & (documents >= 0)[:, :, None]
-    if causal:
-        visible = visible & (torch.arange(T)[:, None] >= torch.arange(T))
-    scores = (q @ k.mT / math.sqrt(K)).masked_fill(~visible[:, None], -math.inf)
-    sees = visible.any(-1)[:, None, :, None]
-    scores = torch.where(sees, scores, torch.zeros(()))  # softmax of nothing is no number, nor is its gradient
-    return torch.where(sees, scores.softmax(-1) @ v, torch.zeros((), dtype=q.dtype))
+    return masked(q, k, v, visible(documents, causal))
+
+
+def visible(documents, causal=True):
+    """[B, T, T] bool: which query (row) sees which key (column)."""
+    seen = (documents[:, :, None] == documents[:, None, :]) & (documents >= 0)[:, :, None]
+    return seen.tril() if causal else seen
+
+
+def masked(q, k, v, seen):
+    """q [B, H, queries, K], k and v [B, KV, keys, K], seen [B, queries, keys] bool -> [B, H, queries, K]."""
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
+    scores = (q @ k.mT / math.sqrt(q.shape[-1])).masked_fill(~seen[:, None], -math.inf)
+    sees = seen.any(-1)[:, None, :, None]
+    scores = torch.where(sees, scores, torch.zeros((), dtype=q.dtype))  # softmax of nothing is no number, nor is its
+    return torch.where(sees, scores.softmax(-1) @ v, torch.zeros((), dtype=q.dtype))  # gradient
 
 
 def random(seed, *shape, dtype=torch.float64):
@@ -29,4 +36,4 @@ def documents(T, B, lengths):
         turned = lengths[b % max(1, len(lengths)) :] + lengths[: b % max(1, len(lengths))]
         row = [number for number, length in enumerate(turned) for _ in range(length)]
         rows.append((row + [len(turned)] * T)[:T])
-    return torch.tensor(rows)
+    return torch.tensor(rows, dtype=torch.int64).view(B, T)

@@ -39,9 +39,10 @@ def as_they_come(order, *rest, **more):
     return slots("contiguous", *rest, **more)
 
 
-def padding_in_the_last_document(row, mine, *, fill=0, **more):
-    """What does not exist sees the last document."""
-    return cut(row, mine, fill=3 if fill == places.NOWHERE else fill, **more)
+def padding_sees_the_row(row, mine, *, dim=1, fill=0):
+    """What does not exist sees from the first slot to its own."""
+    piece = cut(row, mine, dim=dim, fill=fill)
+    return piece.where(mine < row.size(1), mine) if fill == -1 else piece
 
 
 FAULTS = {
@@ -51,7 +52,7 @@ FAULTS = {
     "memory": (command, "ring_attention", keeps_more),
     "scores": (ring, "Forward", wrong_scores),
     "order": (command, "slots", as_they_come),
-    "padding": (places, "cut", padding_in_the_last_document),
+    "padding": (places, "cut", padding_sees_the_row),
 }
 
 
@@ -119,7 +120,7 @@ def test_an_order_that_is_not_the_one_asked_for(pool):
     assert pool.run(2, broken, "order") == 2 * [seen]
 
 
-def test_padding_that_sees_a_document(pool):
+def test_padding_that_sees_the_row(pool):
     """Of the ranks in zigzag the first has the end of the row."""
     assert pool.run(2, broken, "padding") == [{"T = 61, padded, ring": {"output"}}, {}]
 
