@@ -136,7 +136,7 @@ def methods(run: Runtime) -> list[Method]:
 
 
 def ulysses(run: Runtime) -> Method:
-    """All ranks share the heads. What stands where in the row is kept as well, two numbers a token of the row."""
+    """All ranks share the heads. How tokens are sorted is kept as well, 2T numbers, the same ones for all layers."""
     P, d_kv = run.size, K * max(KV, run.size)
     sent = Formula("n(2D + 2D_kv)(P-1)/P", (2 * D + 2 * d_kv) * (P - 1) / P)
     kept = Formula("8n(2D + 2D_kv + H + 2P)", ITEM * (2 * D + 2 * d_kv + H + 2 * P))
