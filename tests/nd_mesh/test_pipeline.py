@@ -33,7 +33,7 @@ def config(**settings) -> Config:
 def evaluated(run: Runtime, cfg: Config) -> tuple[float, list[int]]:
     """After a step the validation loss, and a sample; and the same again after another step."""
     built, told = parity.built(run, cfg, parity.documents()), []
-    settings = {"context": parity.CONTEXT, "vocab": 37, "multiple": cfg.mesh.tp if cfg.parallel.sequence else 1}
+    settings = {"context": parity.CONTEXT, "vocab": 37, "rows": built.rows}
     for step in range(2):
         built.step(step)
         told += [built.evaluate(), generate(built.model, [1, 2], 15, seed=0, **settings)]
