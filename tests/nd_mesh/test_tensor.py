@@ -114,7 +114,7 @@ def test_sums_are_declared(pool):
 
 def declared(run: Runtime, cfg: Config) -> dict[str, set[str]]:
     built = parity.built(run, cfg, parity.documents())
-    return {p.held.name: p.held.sums.keys() - {"dp", "fsdp", "cp"} for p in built.handle.parameters()}
+    return {p.held.name: p.held.sums.keys() - {"data"} for p in built.handle.parameters()}
 
 
 def kinds(run: Runtime, cfg: Config) -> list[set[bool]]:
