@@ -8,7 +8,7 @@ from typing import NoReturn
 
 from collectives import runtime
 from collectives.agreement import Stopped
-from nd_mesh import config, data, folder, loop, metrics
+from nd_mesh import config, data, folder, loop, metrics, mistakes
 
 
 class Parser(argparse.ArgumentParser):
@@ -54,7 +54,7 @@ def main(arguments: Sequence[str]) -> int:
             return 0
         overrides = {name: getattr(chosen, name) for name in config.names() if hasattr(chosen, name)}
         settings = config.load(chosen.config, overrides)
-        config.check(settings, here.size)
+        mistakes.check(settings, here.size)
         folder.check(Path(settings.train.out))
         training, validation = data.load(settings.data, settings.model.vocab)
     except (ValueError, OSError) as mistake:

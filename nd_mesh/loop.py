@@ -97,7 +97,7 @@ def _due(every: int, step: int) -> bool:
 
 
 def describe(trainer: Trainer) -> list[str]:
-    """What a run is, before its first step: mesh and rank map, model, data, and an uneven deal of rows."""
+    """What a run is, before its first step: mesh and rank map, model, data, padding, and an uneven deal of rows."""
     config, run = trainer.config, trainer.run
     axes = " × ".join(f"{axis} {getattr(config.mesh, axis)}" for axis in AXES)
     owned = sum(param.numel() for param in trainer.handle.parameters())
@@ -114,6 +114,8 @@ def describe(trainer: Trainer) -> list[str]:
     if isinstance(trainer.model, Stages):
         plan, blocks = trainer.model.plan, [len(layers) for layers in layers_of_stages(config, trainer.model.plan)]
         lines.append(f"pipeline {plan.name}: {plan.stages} stages of {blocks} blocks, {plan.microbatches} microbatches")
+    if (padded := trainer.rows.slots(config.data.context).numel()) > config.data.context:
+        lines.append(f"rows of {config.data.context} tokens are padded to {padded}")
     parts = trainer.mesh.size("batch")
     if config.train.batch % (parts * config.train.microbatches):
         shares = [len(data.deal(range(config.train.batch), parts, part)) for part in range(parts)]

@@ -48,7 +48,7 @@ def parallelize(
     # 1. Every parameter gets its declaration while it is whole, under the name that it has on any mesh.
     layout.declare(model, model.init_rule, model.decay_rule)
     for param in model.parameters():
-        param.held.sums = {axis: mesh.group(axis) for axis in ("dp", "fsdp", "cp")}  # each rank sees part of the tokens
+        param.held.sums = {"data": mesh.group("data")}  # each rank sees part of the tokens
 
     # 2. A pipeline's rank keeps its stages; what comes now sees them alone.
     links = {}

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from nd_mesh import __main__ as command
-from nd_mesh import config
+from nd_mesh import config, mistakes
 from nd_mesh.config import Config, ConfigError
 from nd_mesh.model import GPT
 
@@ -64,17 +64,45 @@ def test_refused_files(toml, text, words):
         ({"mesh": {"tp": 3}}, 3, "mesh.tp=3 does not fit model.heads=6 and model.kv_heads=2; use a tp of 1 or 2"),
         ({"mesh": {"tp": 6}}, 6, "mesh.tp=6 does not divide model.hidden=512; use a tp of 1 or 2"),
         (
-            {"mesh": {"tp": 2}, "data": {"context": 129}, "parallel": {"sequence": True}},
-            2,
-            "mesh.tp=2 does not divide data.context=129, which parallel.sequence cuts; use a tp of 1",
-        ),
-        (
             {"mesh": {"tp": 2}, "model": {"vocab": 1, "kv_heads": 6}, "train": {"prompt": "\0"}},
             2,
             "mesh.tp=2 is more than model.vocab=1; use a tp of 1",
         ),
-        ({"parallel": {"save_gathered": True}}, 1, "parallel.save_gathered=true is a way of parallel.sequence=true"),
-        ({"mesh": {"cp": 2}}, 2, "mesh.cp=2: there is no strategy for cp yet; use mesh.cp=1, or pp, dp, fsdp, tp"),
+        (
+            {"mesh": {"cp": 2}, "parallel": {"save_gathered": True}},
+            2,
+            "parallel.save_gathered=true is a way of parallel.sequence=true, and over mesh.cp of "
+            "parallel.attention=all_gather: here nothing is gathered",
+        ),
+        ({"parallel": {"attention": "all_gather", "save_gathered": True}}, 1, "=all_gather: here nothing is gathered"),
+        (
+            {"mesh": {"cp": 4}, "parallel": {"attention": "ulysses"}},
+            4,
+            "4 ranks of cp cannot share the 6 heads and 2 KV heads of a rank; use parallel.attention=ring, "
+            "or ring_ulysses with a ulysses of 2",
+        ),
+        (
+            {"mesh": {"cp": 2, "tp": 2}, "parallel": {"attention": "ulysses"}},
+            4,
+            "2 ranks of cp cannot share the 3 heads and 1 KV heads of a rank; use parallel.attention=ring",
+        ),
+        (
+            {"mesh": {"cp": 4}, "parallel": {"attention": "ring_ulysses", "ulysses": 3}},
+            4,
+            "parallel.ulysses=3 does not divide mesh.cp=4; use parallel.attention=ring, "
+            "or ring_ulysses with a ulysses of 2",
+        ),
+        (
+            {"mesh": {"cp": 4}, "parallel": {"attention": "ring_ulysses", "ulysses": 4}},
+            4,
+            "4 ranks of cp cannot share the 6 heads and 2 KV heads of a rank; use",
+        ),
+        (
+            {"mesh": {"cp": 2, "tp": 12}, "parallel": {"attention": "ulysses"}},
+            24,
+            "mesh.tp=12 does not fit model.heads=6 and model.kv_heads=2; use a tp of 1 or 2",
+        ),
+        ({"parallel": {"ulysses": 0}}, 1, "parallel.ulysses=0 must be positive"),
         ({"mesh": {"pp": 8}}, 8, "model.layers=4 are too few for 8 stages; use more, or fewer stages"),
         (
             {"mesh": {"pp": 2}, "parallel": {"stage_layers": [1, 1, 2]}},
@@ -133,18 +161,35 @@ def test_refused_files(toml, text, words):
 )
 def test_refused_combinations(settings, world, words):
     with pytest.raises(ConfigError) as error:
-        config.check(config.validated(settings), world)
+        mistakes.check(config.validated(settings), world)
     assert words in str(error.value) and "\n" not in str(error.value)
 
 
 def test_defaults_run():
-    config.check(Config(), 1)
+    mistakes.check(Config(), 1)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"mesh": {"cp": 4}},
+        {"mesh": {"cp": 2}, "parallel": {"attention": "all_gather", "save_gathered": True, "order": "contiguous"}},
+        {"mesh": {"cp": 4}, "parallel": {"attention": "ring_ulysses"}},
+        {"mesh": {"cp": 2}, "parallel": {"attention": "ulysses"}, "data": {"context": 127}},
+        {"mesh": {"cp": 2, "tp": 2}, "parallel": {"sequence": True}, "data": {"context": 127}},
+        {"mesh": {"cp": 2}, "parallel": {"data": "fsdp"}},
+    ],
+)
+def test_what_is_cut_over_cp_runs(settings):
+    """Rows need not divide."""
+    cfg = config.validated(settings)
+    mistakes.check(cfg, cfg.mesh.cp * cfg.mesh.tp)
 
 
 def test_the_names_of_what_can_be_recomputed_are_those_of_a_block():
     with torch.device("meta"):
         [block, *_] = GPT(Config().model, 0).blocks.values()
-    assert ("block", *(name for name, _ in block.named_children())) == config.RECOMPUTED
+    assert ("block", *(name for name, _ in block.named_children())) == mistakes.RECOMPUTED
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ def test_tp_is_innermost():
 def test_combined_groups():
     grid = Grid(MeshConfig(dp=2, fsdp=2, cp=2, tp=2))
     assert grid.groups("batch")[0] == (0, 4, 8, 12)
+    assert grid.groups("shard") == [(0, 2, 4, 6), (1, 3, 5, 7), (8, 10, 12, 14), (9, 11, 13, 15)]
     assert grid.groups("data") == [tuple(range(0, 16, 2)), tuple(range(1, 16, 2))]
 
 

@@ -1,21 +1,20 @@
 """The parity of the trainer over bare torch.distributed: the equal bits of ours are not needed for it."""
 
+from functools import partial
+
 import pytest
 
 from nd_mesh.mesh import Grid
 from tests import parity, passthrough
 
 CASES = {case.name: case.first for case in parity.cases(together=1, ranks=4)}
-
-
-def train(run, cfg, texts):
-    return parity.train(run, cfg, texts, parity.STEPS, equal_bits=False)
+TRAIN = partial(parity.train, equal_bits=False)
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_equals_the_reference(pool, case):
     cfg, texts = CASES[case], parity.documents()
-    ranks = pool.run(Grid(cfg.mesh).size(), passthrough.run, train, cfg, texts, timeout=60)
+    ranks = pool.run(Grid(cfg.mesh).size(), passthrough.run, TRAIN, cfg, texts, parity.STEPS, timeout=60)
     expected = parity.reference(cfg, ranks[0][0], texts, parity.STEPS)
     for initial, done in ranks:
         worst = parity.judge(initial, done, expected)

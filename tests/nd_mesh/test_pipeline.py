@@ -33,7 +33,7 @@ def config(**settings) -> Config:
 def evaluated(run: Runtime, cfg: Config) -> tuple[float, list[int]]:
     """After a step the validation loss, and a sample; and the same again after another step."""
     built, told = parity.built(run, cfg, parity.documents()), []
-    settings = {"context": parity.CONTEXT, "vocab": 37, "multiple": cfg.mesh.tp if cfg.parallel.sequence else 1}
+    settings = {"context": parity.CONTEXT, "vocab": 37, "rows": built.rows}
     for step in range(2):
         built.step(step)
         told += [built.evaluate(), generate(built.model, [1, 2], 15, seed=0, **settings)]
@@ -58,7 +58,7 @@ def test_evaluation_and_text_do_not_depend_on_the_pipeline(pool, alone, name):
 
 def parameters(run: Runtime, cfg: Config) -> list[tuple[str, int, set[str]]]:
     built = parity.built(run, cfg, parity.documents())
-    return [(p.held.name, p.numel(), p.held.sums.keys() - {"dp", "fsdp", "cp"}) for p in built.handle.parameters()]
+    return [(p.held.name, p.numel(), p.held.sums.keys() - {"data"}) for p in built.handle.parameters()]
 
 
 def test_a_rank_has_its_stages_and_nothing_else(pool):

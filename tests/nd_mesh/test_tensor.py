@@ -25,7 +25,7 @@ def evaluated(run: Runtime, cfg: Config) -> tuple[float, list[int], torch.Tensor
     built = parity.built(run, cfg, parity.documents())
     built.step(0)
     loss = built.evaluate()
-    settings = {"context": parity.CONTEXT, "vocab": 37, "multiple": cfg.mesh.tp if cfg.parallel.sequence else 1}
+    settings = {"context": parity.CONTEXT, "vocab": 37, "rows": built.rows}
     [batch] = built.microbatches(1)
     with torch.no_grad():
         built.model.eval()
@@ -50,8 +50,8 @@ def test_evaluation_and_text_do_not_depend_on_tp(pool, alone, tp, mode):
 
 def few(run: Runtime, cfg: Config) -> list[int]:
     """A sample of tokens less than 5, of a model that knows more."""
-    model = parity.built(run, cfg, parity.documents()).model
-    return generate(model, [1, 2], 40, seed=0, context=parity.CONTEXT, vocab=5, multiple=cfg.mesh.tp)
+    built = parity.built(run, cfg, parity.documents())
+    return generate(built.model, [1, 2], 40, seed=0, context=parity.CONTEXT, vocab=5, rows=built.rows)
 
 
 def test_text_is_of_the_vocabulary_that_is_asked_for(pool):
@@ -114,7 +114,7 @@ def test_sums_are_declared(pool):
 
 def declared(run: Runtime, cfg: Config) -> dict[str, set[str]]:
     built = parity.built(run, cfg, parity.documents())
-    return {p.held.name: p.held.sums.keys() - {"dp", "fsdp", "cp"} for p in built.handle.parameters()}
+    return {p.held.name: p.held.sums.keys() - {"data"} for p in built.handle.parameters()}
 
 
 def kinds(run: Runtime, cfg: Config) -> list[set[bool]]:

@@ -1,0 +1,171 @@
+"""What a configuration asks for and cannot run: each mistake in one line that names the values and the remedy.
+
+Every rank looks for itself, before any group is made, so all of them say the same and none waits for another.
+"""
+
+import math
+from collections.abc import Iterator
+
+import numpy as np
+
+from context_parallel.ulysses import sharing
+from nd_mesh.config import Config, ConfigError, MeshConfig, ModelConfig, layers_of_stages, names, pipeline_plan
+from tensor_parallel import cut
+
+RECOMPUTED = ("block", "attend_norm", "q", "k", "v", "attend", "o", "attend_drop", "ffn_norm", "ffn", "ffn_drop")
+_POSITIVE = (
+    *("mesh.pp", "mesh.dp", "mesh.fsdp", "mesh.cp", "mesh.tp", "mesh.ep"),
+    *("model.vocab", "model.layers", "model.width", "model.heads", "model.kv_heads", "model.hidden", "model.rope_base"),
+    *("parallel.cap", "parallel.ulysses", "data.context"),
+    *("train.steps", "train.batch", "train.microbatches", "train.timeout", "train.eps"),
+)
+_NOT_NEGATIVE = (
+    *("train.lr", "train.warmup", "train.min_lr", "train.weight_decay", "train.clip"),
+    *("train.evaluate_every", "train.save_every", "train.sample", "parallel.prefetch", "parallel.virtual"),
+    *("checkpoint.keep_last", "checkpoint.keep_every", "checkpoint.writers", "checkpoint.bandwidth"),
+)
+_TOO_LARGE = 2**31
+
+
+def check(config: Config, world: int) -> None:
+    """Raise ConfigError for what cannot run on `world` ranks: the first mistake, with its remedy."""
+    for mistake in _mistakes(config, world):
+        raise ConfigError(mistake)
+
+
+def _mistakes(config: Config, world: int) -> Iterator[str]:
+    """Those of each kind can count on there being none of the kinds before it."""
+    yield from _out_of_range(config)
+    yield from _mesh_mistakes(config.mesh, world)
+    yield from _strategy_mistakes(config)
+    yield from _model_mistakes(config.model)
+    yield from _tensor_mistakes(config)
+    yield from _context_mistakes(config)
+    yield from _pipeline_mistakes(config)
+
+
+def _out_of_range(config: Config) -> Iterator[str]:
+    values = {name: getattr(getattr(config, name.split(".")[0]), name.split(".")[1]) for name in names()}
+    for name, value in values.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            yield f"{name}={value} is not a finite number"
+        elif name in _POSITIVE and value <= 0:
+            yield f"{name}={value} must be positive"
+        elif name in _NOT_NEGATIVE and value < 0:
+            yield f"{name}={value} must not be negative"
+        elif isinstance(value, int | float) and abs(value) >= _TOO_LARGE:
+            yield f"{name}={value} must be less than {_TOO_LARGE}"
+    for name in ("model.dropout", "train.momentum", "train.betas"):
+        if not all(0 <= value < 1 - 2**-16 for value in np.atleast_1d(values[name])):
+            yield f"{name}={values[name]} must be at least 0 and less than 1 - 2^-16"
+    if config.train.min_lr > 1:
+        yield f"train.min_lr={config.train.min_lr} is a share of train.lr: at most 1"
+    if config.train.timeout < 1:
+        yield f"train.timeout={config.train.timeout} must be at least 1 second"
+    end = config.data.document_end
+    if end is not None and (config.data.format == "text" or not 0 <= end < config.model.vocab):
+        yield f"data.document_end={end} must be an id of the vocabulary, and data.format one of token ids"
+    prompt = config.train.prompt.encode()
+    if config.data.format == "text" and (not prompt or max(prompt) >= config.model.vocab):
+        yield f"train.prompt={config.train.prompt!r} must be text of at least one byte, each less than model.vocab"
+    if not 0 < config.data.validation < 1:
+        yield f"data.validation={config.data.validation} must be between 0 and 1"
+
+
+def _mesh_mistakes(mesh: MeshConfig, world: int) -> Iterator[str]:
+    sizes = {axis: getattr(mesh, axis) for axis in ("pp", "dp", "fsdp", "cp", "tp")}
+    if (ranks := math.prod(sizes.values())) != world:
+        product = " × ".join(f"{axis} {size}" for axis, size in sizes.items())
+        yield f"the mesh {product} makes {ranks} ranks, but {world} are started: change [mesh] or --nproc-per-node"
+    if mesh.ep > 1:
+        yield f"mesh.ep={mesh.ep}: there is no strategy for ep yet; use mesh.ep=1, or one of the others"
+
+
+def _strategy_mistakes(config: Config) -> Iterator[str]:
+    parallel, fsdp = config.parallel, config.mesh.fsdp
+    if fsdp > 1 and parallel.data not in ("auto", "fsdp"):
+        yield f"parallel.data={parallel.data} works over mesh.dp: use mesh.fsdp=1, or parallel.data=fsdp"
+    gathers = parallel.sequence or (config.mesh.cp > 1 and parallel.attention == "all_gather")
+    if parallel.save_gathered and not gathers:
+        yield (
+            "parallel.save_gathered=true is a way of parallel.sequence=true, and over mesh.cp of "
+            "parallel.attention=all_gather: here nothing is gathered"
+        )
+    for name in parallel.recompute:
+        if name not in RECOMPUTED:
+            yield f"parallel.recompute has {name!r}: use some of {', '.join(RECOMPUTED)}"
+    if "block" in parallel.recompute and len(parallel.recompute) > 1:
+        yield "parallel.recompute has a block and parts of it: use block alone, or leave it out"
+    if len(set(parallel.recompute)) < len(parallel.recompute):
+        yield f"parallel.recompute={list(parallel.recompute)} has a name twice"
+    if config.checkpoint.keep_every and not config.checkpoint.keep_last:
+        yield "checkpoint.keep_every needs checkpoint.keep_last: without it all checkpoints stay"
+
+
+def _model_mistakes(model: ModelConfig) -> Iterator[str]:
+    if model.heads % model.kv_heads:
+        fine = cut.divisors(model.heads)
+        yield f"model.kv_heads={model.kv_heads} does not divide model.heads={model.heads}; use one of {fine}"
+    if model.width % (2 * model.heads):
+        yield f"model.width={model.width} is not an even multiple of model.heads={model.heads}: RoPE turns pairs"
+
+
+def _tensor_mistakes(config: Config) -> Iterator[str]:
+    model = config.model
+
+    def reasons(tp: int) -> Iterator[str]:
+        if tp not in cut.degrees(model.heads, model.kv_heads):
+            yield f"does not fit model.heads={model.heads} and model.kv_heads={model.kv_heads}"
+        if model.hidden % tp:
+            yield f"does not divide model.hidden={model.hidden}"
+        if model.vocab < tp:
+            yield f"is more than model.vocab={model.vocab}"
+
+    fine = [tp for tp in cut.divisors(model.heads) if not any(reasons(tp))]
+    for reason in reasons(config.mesh.tp):
+        yield f"mesh.tp={config.mesh.tp} {reason}; use a tp of {cut.listed(fine)}"
+
+
+def _context_mistakes(config: Config) -> Iterator[str]:
+    parallel, cp, tp, model = config.parallel, config.mesh.cp, config.mesh.tp, config.model
+    if cp == 1 or "ulysses" not in parallel.attention:
+        return
+    exchange = cp if parallel.attention == "ulysses" else parallel.ulysses
+    heads, kv_heads = model.heads // tp, max(1, model.kv_heads // tp)
+    fine = [size for size in cut.divisors(cp)[1:] if size in sharing(heads, kv_heads)]
+    remedy = "use parallel.attention=ring" + (f", or ring_ulysses with a ulysses of {cut.listed(fine)}" if fine else "")
+    if cp % exchange:
+        yield f"parallel.ulysses={exchange} does not divide mesh.cp={cp}; {remedy}"
+    elif exchange not in sharing(heads, kv_heads):
+        yield f"{exchange} ranks of cp cannot share the {heads} heads and {kv_heads} KV heads of a rank; {remedy}"
+
+
+def _pipeline_mistakes(config: Config) -> Iterator[str]:
+    parallel, pp = config.parallel, config.mesh.pp
+    if pp == 1:
+        for name in ("virtual", "stage_layers", "reduce_each"):
+            if getattr(parallel, name):
+                yield f"parallel.{name} is of a pipeline: leave it out, or use mesh.pp"
+        return
+    if parallel.reduce_each and parallel.data not in ("fsdp", "zero3") and config.mesh.fsdp == 1:
+        yield f"parallel.reduce_each=true is of fsdp and zero3, not of parallel.data={parallel.data}: leave it out"
+    layers, named = config.model.layers, list(parallel.stage_layers)
+    if not named and pp * parallel.virtual > layers + 2:
+        yield _too_few(layers, pp * parallel.virtual)
+        return
+    try:
+        plan = pipeline_plan(config)
+    except ValueError as error:
+        yield f"parallel.schedule={parallel.schedule}: {error}"
+        return
+    if named and (len(named) != plan.stages or sum(named) != layers or min(named) < 0):
+        yield (
+            f"parallel.stage_layers={named} must be {plan.stages} numbers, the blocks of each stage, that make "
+            f"model.layers={layers}"
+        )
+    elif not named and any(not each for each in layers_of_stages(config, plan)[1:-1]):
+        yield _too_few(layers, plan.stages)
+
+
+def _too_few(layers: int, stages: int) -> str:
+    return f"model.layers={layers} are too few for {stages} stages; use more, or fewer stages"
