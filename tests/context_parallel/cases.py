@@ -129,6 +129,15 @@ def worst(case, ranks):
     return share
 
 
+def rounded_otherwise(case, ranks):
+    """The largest share, of output, dq, dk and dv, of numbers that are not the true ones, rounded to the dtype."""
+    shares = []
+    for pieces, true in zip(zip(*ranks, strict=True), expected(case), strict=True):
+        right = torch.cat([true[:, :, mine] for mine in case.slots(len(ranks))], 2).to(case.dtype)
+        shares.append(float((torch.cat(pieces, 2) != right).double().mean()))
+    return max(shares)
+
+
 def near(ours, true, dtype=torch.float64):
     """Their distance, as a share of what is allowed between numbers of about one and more."""
     if not true.numel():

@@ -12,7 +12,7 @@ import torch
 from collectives import comm
 from context_parallel import block, gather, online, order, places, ring, ring_ulysses, ulysses
 from context_parallel.places import Block, Places
-from tests.context_parallel.cases import Case, outcome, worst
+from tests.context_parallel.cases import Case, outcome, rounded_otherwise, worst
 
 
 def replaced(where, name, new):
@@ -124,6 +124,33 @@ def last_dq(result, owner, kv, dkv):
 
 true_see = online.Backward.see
 
+# -- low precision -----------------------------------------------------------------------------------------------------
+
+
+def output_of_every_block(out, lse, new, its):
+    true_merge(out, lse, new, its)
+    out.copy_(out.bfloat16())
+
+
+true_merge = online._merge
+
+
+def gradient_of_every_block(result, owner, kv, dkv):
+    true_see(result, owner, kv, dkv)
+    result.dq.copy_(result.dq.bfloat16())
+
+
+def gradient_at_every_hop(x, group):
+    return true_pass_on(x.bfloat16().to(x.dtype), group)
+
+
+true_pass_on = ring.pass_on
+
+
+def gradient_before_the_sum(output, input, *, group, ordered):
+    comm.reduce_scatter_single(output, input.bfloat16().to(input.dtype), group=group, ordered=ordered)
+
+
 # -- who sees whom -----------------------------------------------------------------------------------------------------
 
 
@@ -233,8 +260,19 @@ FAULTS = {  # change, ranks, case
 }
 
 
+HALF = {"T": 64, "H": 8, "K": 16, "dtype": torch.bfloat16}
+ROUNDED = {
+    "the output of every block": (replaced(online, "_merge", output_of_every_block), 4, Case("ring", **HALF)),
+    "dq of every block": (replaced(online.Backward, "see", gradient_of_every_block), 4, Case("all_gather", **HALF)),
+    "dk, dv at every hop": (replaced(ring, "pass_on", gradient_at_every_hop), 4, Case("ring", **HALF)),
+    "dk, dv before the sum": (
+        without_that(("reduce_scatter_single", gradient_before_the_sum)), 4, Case("all_gather", **HALF)
+    ),
+}  # fmt: skip
+
+
 def faulty(run, name):
-    change, _, case = FAULTS[name]
+    change, _, case = (FAULTS | ROUNDED)[name]
     with change():
         return outcome(run, case)
 
@@ -244,6 +282,13 @@ def test_parity_sees_a_fault(pool, fault):
     """Far outside of what is allowed, and not by a hair."""
     _, ranks, case = FAULTS[fault]
     assert worst(case, pool.run(ranks, faulty, fault)) > 1e6
+
+
+@pytest.mark.parametrize("fault", ROUNDED)
+def test_t75_shows_what_is_rounded_to_bf16_on_the_way(pool, fault):
+    _, ranks, case = ROUNDED[fault]
+    assert rounded_otherwise(case, pool.run(ranks, faulty, fault)) > 0.1
+    assert rounded_otherwise(case, pool.run(ranks, outcome, case)) < 0.01
 
 
 def test_without_a_fault_there_is_none(pool):

@@ -127,11 +127,11 @@ def peaks(run, case):
 
 def test_the_peak_of_a_ring_does_not_grow_with_the_row(pool):
     """32 tokens a rank: the same on 4 and on 8 ranks, where gathered keys take as much more as there are more."""
-    block = 2 * 1 * 4 * 32 * 64 * 8  # bytes of k and v of a rank
+    block = 2 * 2 * 4 * 32 * 64 * 8  # bytes of k and v of a rank; gloo copies what is gathered of less than 1 MB
     peak = {}
     for method in ("ring", "all_gather, kept"):
         for ranks in (4, 8):
-            case = Case(method, "contiguous", causal=False, T=32 * ranks, B=1, H=4, KV=4, K=64)
+            case = Case(method, "contiguous", causal=False, T=32 * ranks, B=2, H=4, KV=4, K=64)
             peak[method, ranks] = [max(of_ranks) for of_ranks in zip(*pool.run(ranks, peaks, case), strict=True)]
     for four, eight in zip(peak["ring", 4], peak["ring", 8], strict=True):
         assert abs(eight - four) < block / 4
