@@ -41,7 +41,7 @@ def test_ulysses_sends_copies_of_few_heads():
 
 def test_ring_ulysses_is_ulysses_in_nodes_and_a_ring_between_them():
     eight = replace(TASK, length=1 << 17, ranks=8)
-    ring = Task(heads=2, kv_heads=1, length=1 << 17, ranks=2, topology=study.ONE_A_NODE)
+    ring = Task(heads=2, kv_heads=1, length=1 << 17, ranks=2, topology=replace(NODES, per_node=1))
     assert study.ring_ulysses(eight) == pytest.approx(study.ulysses(TASK) + study.ring(ring))
     assert ring.kv == 2 * KV  # of four times the tokens one head, where there were two
     assert math.isnan(study.ring_ulysses(TASK))
