@@ -97,6 +97,4 @@ def _scores(q: Tensor, k: Tensor, mask: Mask, causal: bool) -> Tensor:
 
 
 def _additive(mask: Mask, dtype: torch.dtype) -> Tensor | None:
-    if mask is None:
-        return None
-    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -math.inf)
+    return None if mask is None else torch.where(mask, torch.zeros((), dtype=dtype, device=mask.device), -math.inf)
