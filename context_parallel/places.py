@@ -73,8 +73,8 @@ class Places:
     def blocks(self, mine: int, theirs: int) -> list[Block]:
         """What rank `mine` computes with the keys of rank `theirs`: blocks of different queries, perhaps none."""
         if (mine, theirs) not in self._known:
-            visible = self.visible(mine, theirs)
-            self._known[mine, theirs] = _blocks(visible, range(visible.shape[1]))
+            everything = slice(0, self.slots.shape[1])
+            self._known[mine, theirs] = _blocks(self.visible(mine, theirs), everything, everything)
         return self._known[mine, theirs]
 
     def mask(self, mine: int, theirs: int, block: Block) -> Tensor | None:
@@ -95,30 +95,32 @@ class Places:
         return self._known[size]
 
 
-def _blocks(visible: Tensor, queries: range) -> list[Block]:
-    """Of these queries: one block, or those of its two halves, if a mask leaves so little that it pays."""
-    anywhere = visible[:, queries.start : queries.stop].any(0)
-    rows, columns = (_hull(anywhere.any(dim)) for dim in (1, 0))
+def _blocks(visible: Tensor, queries: slice, keys: slice) -> list[Block]:
+    """Of these queries and keys: one block, or those of two halves of the queries, if a mask leaves so little that it
+    pays.
+    """
+    anywhere = visible[:, queries, keys].any(0)
+    rows, columns = _hull(anywhere.any(1), queries.start), _hull(anywhere.any(0), keys.start)
     if rows is None or columns is None:
         return []
-    rows = slice(queries.start + rows.start, queries.start + rows.stop)
     whole = Block(rows, columns, _kind(visible[:, rows, columns]))
     middle = (rows.start + rows.stop) // 2
     if whole.kind != "masked" or middle - rows.start < LEAST:
         return [whole]
-    halves = _blocks(visible, range(rows.start, middle)) + _blocks(visible, range(middle, rows.stop))
+    parts = slice(rows.start, middle), slice(middle, rows.stop)
+    halves = [block for part in parts for block in _blocks(visible, part, columns)]
     return halves if sum(half.pairs for half in halves) < whole.pairs * 7 / 8 else [whole]
 
 
-def _hull(marked: Tensor) -> slice | None:
-    """From the first to the last that is marked."""
+def _hull(marked: Tensor, start: int) -> slice | None:
+    """From the first to the last that is marked, counted from start."""
     where = marked.nonzero()
-    return slice(int(where[0]), int(where[-1]) + 1) if len(where) else None
+    return slice(start + int(where[0]), start + int(where[-1]) + 1) if len(where) else None
 
 
 def _kind(visible: Tensor) -> str:
     if visible.all():
         return "full"
-    square = visible.shape[1] == visible.shape[2]
-    triangle = square and torch.equal(visible, torch.ones_like(visible[0]).tril().expand_as(visible))
+    square, index = visible.shape[1] == visible.shape[2], torch.arange(visible.shape[1], device=visible.device)
+    triangle = square and torch.equal(visible, (index[:, None] >= index).expand_as(visible))
     return "causal" if triangle else "masked"
