@@ -6,7 +6,7 @@ which add up (Dao 2023, §3.1). Keys and values come once a KV head and serve H/
 
 On a CPU it is torch's fused kernel, which keeps no [T, T] matrix; elsewhere `explicit`, which does. Half precision is
 computed and returned in float32: rounded results of blocks would not add up to a rounded result. A query that sees no
-key gives 0 and lse -inf. PyTorch's counterpart: F.scaled_dot_product_attention, which keeps the lse to itself.
+key gives 0 and lse -inf. No queries or no keys at all are not for it. PyTorch's counterpart: F.scaled_dot_product_attention, which keeps the lse to itself.
 """
 
 import math
@@ -83,6 +83,7 @@ def explicit_backward(
     q, k, v = inputs
     scores = _scores(q, k, mask, causal)
     q, dout, out, lse = (x.unflatten(1, (k.shape[1], -1)) for x in (q, dout, *result))  # [B, KV, H/KV, queries, ..]
+    # IDEA: with the lse of all keys a block's probabilities are the final ones, whatever the other blocks are.
     p = (scores - lse[..., None]).exp()
     dscores = p * (dout @ v[:, :, None].mT - (dout * out).sum(-1, keepdim=True)) * q.shape[-1] ** -0.5
     dk, dv = (dscores.mT @ q).sum(2), (p.mT @ dout).sum(2)  # over the heads that share them
@@ -97,6 +98,4 @@ def _scores(q: Tensor, k: Tensor, mask: Mask, causal: bool) -> Tensor:
 
 
 def _additive(mask: Mask, dtype: torch.dtype) -> Tensor | None:
-    if mask is None:
-        return None
-    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -math.inf)
+    return None if mask is None else torch.where(mask, torch.zeros((), dtype=dtype, device=mask.device), -math.inf)

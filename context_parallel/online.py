@@ -1,8 +1,8 @@
 """Attention block by block: outputs over some of the keys are merged into the output over all, by online softmax.
 
-Results over different keys make one: lse = logaddexp(lse₁, lse₂), out = Σ outᵢ · exp(lseᵢ - lse).
-No exponent is positive, so scores of any size are safe. What is added up is float32, or float64 for float64, whatever
-the inputs are (Milakov and Gimelshein 2018; Dao 2023, §3.1; for a ring Liu et al. 2023, §3).
+Results over different keys make one: lse = logaddexp(lse₁, lse₂), out = Σ outᵢ · exp(lseᵢ - lse). Of two the weights
+are sigmoid(lse₂ - lse₁) and 1 less it, so scores of any size are safe. What is added up is float32, or float64 for
+float64, whatever the inputs are (Milakov and Gimelshein 2018; Dao 2023, §3.1; for a ring Liu et al. 2023, §3).
 
 `Forward` and `Backward` serve every algorithm whose rank has queries of its own and is handed the keys and values of
 one rank after another. Blocks in which nothing is visible are skipped; of the others the visible part is computed.
@@ -38,11 +38,10 @@ class Forward:
 
 def _merge(out: Tensor, lse: Tensor, new: Tensor, its: Tensor) -> None:
     """Add the result `new`, `its` over further keys to `out`, `lse`, in place."""
-    total = torch.logaddexp(lse, its)
-    finite = total.masked_fill(total == -math.inf, 0.0)  # neither has seen a key: exp(-inf - 0) is 0
-    # IDEA: a softmax over some of the keys is worth exp(its lse - the whole lse) of the whole one.
-    out.mul_((lse - finite).exp()[..., None]).add_(new * (its - finite).exp()[..., None])
-    lse.copy_(total)
+    # IDEA: a softmax over some of the keys is worth exp(its lse - the whole lse) of the whole one: a sigmoid of lses.
+    share = (its - lse).sigmoid().nan_to_num()  # neither has seen a key: -inf - -inf, and both are 0
+    out.lerp_(new, share[..., None])
+    lse.copy_(torch.logaddexp(lse, its))
 
 
 class Backward:

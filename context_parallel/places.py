@@ -62,16 +62,20 @@ class Places:
         return cls(slots, *map(torch.stack, ends))
 
     def check(self, q: Tensor, k: Tensor, v: Tensor, ranks: int) -> None:
-        """Raise ValueError unless these can be queries, keys and values of one of so many ranks, whose places these
-        are.
-        """
-        parts, rows, length = self.first.shape
+        """Raise ValueError unless q [B, H, T/P, K], k and v [B, KV, T/P, K] are those of a rank of so many."""
+        parts, rows, tokens = self.first.shape
         if parts != ranks:
-            raise ValueError(f"the places are those of {parts} ranks, but {ranks} attend: cut rows in as many parts")
-        fits = k.shape == v.shape and k.shape[::2] == q.shape[::2] == (rows, length) and k.shape[3] == q.shape[3]
-        if not fits or q.shape[1] % k.shape[1]:
-            shapes = ", ".join(f"{name} {[*x.shape]}" for name, x in (("q", q), ("k", k), ("v", v)))
-            raise ValueError(f"{shapes}: need [{rows}, H, {length}, K], and a KV that divides H in place of it twice")
+            raise ValueError(f"places of {parts} ranks in a group of {ranks}; make them with slots(order, T, {ranks})")
+        shapes = [tuple(x.shape) for x in (q, k, v)]
+        if {(len(x), x[0], *x[2:]) for x in shapes} != {(4, rows, tokens, q.shape[-1])} or shapes[1] != shapes[2]:
+            given, room = "q {}, k {}, v {}".format(*shapes), f"{rows} rows of {tokens} tokens a rank"
+            wanted = "give q as [B, H, T/P, K], k and v as [B, KV, T/P, K]"
+            raise ValueError(f"{given} do not fit places of {room}: {wanted}")
+        if q.shape[1] % k.shape[1]:
+            raise ValueError(f"{q.shape[1]} query heads are no multiple of {k.shape[1]} KV heads")
+        if len({q.dtype, k.dtype, v.dtype}) > 1:
+            dtypes = ", ".join(str(x.dtype).removeprefix("torch.") for x in (q, k, v))
+            raise ValueError(f"q, k, v are {dtypes}; give all the same dtype")
 
     def seen(self, mine: int, theirs: int) -> tuple[Tensor, Tensor]:
         """[B, T/P] twice: of the keys of rank `theirs`, the first that each query of rank `mine` sees, and the one
@@ -79,6 +83,7 @@ class Places:
         """
         if (mine, theirs) not in self._known:
             keys = self.slots[theirs]
+            # IDEA: slots ascend, and what a query sees is an interval of slots: so it is one of a rank's keys.
             start = torch.searchsorted(keys, self.first[mine])
             stop = torch.searchsorted(keys, self.last[mine], right=True)
             self._known[mine, theirs] = start, stop.maximum(start)
