@@ -6,7 +6,8 @@ which add up (Dao 2023, §3.1). Keys and values come once a KV head and serve H/
 
 On a CPU it is torch's fused kernel, which keeps no [T, T] matrix; elsewhere `explicit`, which does. Half precision is
 computed and returned in float32: rounded results of blocks would not add up to a rounded result. A query that sees no
-key gives 0 and lse -inf. No queries or no keys at all are not for it. PyTorch's counterpart: F.scaled_dot_product_attention, which keeps the lse to itself.
+key gives 0 and lse -inf; a block has at least one query and one key. PyTorch's counterpart:
+F.scaled_dot_product_attention, which keeps the lse to itself.
 """
 
 import math

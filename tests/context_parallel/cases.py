@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 import torch
 
 from context_parallel import (
-    NOWHERE,
     Places,
     all_gather_attention,
     ring_attention,
@@ -35,7 +34,7 @@ LIMITS = {torch.float64: 1e-12, torch.float32: 1e-5}
 @dataclass(frozen=True)
 class Case:
     """Letters as in docs/notation.md. lengths: of documents, the last is as long as is needed. holes: tokens of no
-    document.
+    document, behind which another one begins.
     """
 
     method: str = "ring"
@@ -54,9 +53,7 @@ class Case:
         return slots(self.order, self.T, ranks)
 
     def documents(self):
-        rows = dense.documents(self.T, self.B, self.lengths)
-        rows[:, [hole for hole in self.holes if hole < self.T]] = NOWHERE
-        return rows
+        return dense.documents(self.T, self.B, self.lengths, [hole for hole in self.holes if hole < self.T])
 
     def places(self, ranks):
         return Places.of(self.documents(), self.slots(ranks), causal=self.causal)

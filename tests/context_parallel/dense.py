@@ -29,11 +29,14 @@ def random(seed, *shape, dtype=torch.float64):
     return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def documents(T, B, lengths):
-    """Rows of documents of these lengths, each row turned by one more; the last document is as long as is needed."""
+def documents(T, B, lengths, holes=()):
+    """Rows of documents of these lengths, each row turned by one more; the last document is as long as is needed. Slots
+    of `holes` are of none, and behind each another document begins.
+    """
     rows = []
     for b in range(B):
         turned = lengths[b % max(1, len(lengths)) :] + lengths[: b % max(1, len(lengths))]
         row = [number for number, length in enumerate(turned) for _ in range(length)]
-        rows.append((row + [len(turned)] * T)[:T])
+        row = (row + [len(turned)] * T)[:T]
+        rows.append([-1 if slot in holes else 100 * sum(h < slot for h in holes) + n for slot, n in enumerate(row)])
     return torch.tensor(rows, dtype=torch.int64).view(B, T)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from collectives import comm
-from context_parallel import block, gather, online, order, places, ring, ring_ulysses, ulysses
+from context_parallel import block, gather, online, ring, ring_ulysses, ulysses
 from context_parallel.places import Block, Places
 from tests.context_parallel.cases import Case, outcome, rounded_otherwise, worst
 
@@ -154,19 +154,18 @@ def gradient_before_the_sum(output, input, *, group, ordered):
 # -- who sees whom -----------------------------------------------------------------------------------------------------
 
 
-def only_earlier(of, mine, theirs, queries=places.ALL, keys=places.ALL):
+def only_earlier(of, mine, theirs):
     """Not the token itself."""
-    seen = true_visible(of, mine, theirs, queries, keys)
-    return seen & (of.slots[mine][queries, None] > of.slots[theirs][keys])
+    start, stop = true_seen(of, mine, theirs)
+    return start, (stop - int(mine == theirs)).maximum(start)
 
 
-def all_documents(of, mine, theirs, queries=places.ALL, keys=places.ALL):
-    query, key = of.documents[mine][:, queries, None], of.documents[theirs][:, None, keys]
-    seen = (query >= 0) & (key >= 0)
-    return seen & (of.slots[mine][queries, None] >= of.slots[theirs][keys])
+true_seen = Places.seen
 
 
-true_visible = Places.visible
+def one_document(documents, slots, *, causal=True):
+    """Of all tokens of a row."""
+    return true_of(torch.zeros_like(documents), slots, causal=causal)
 
 
 def places_in_another_order(documents, slots, *, causal=True):
@@ -177,9 +176,9 @@ def places_in_another_order(documents, slots, *, causal=True):
 true_of = Places.of
 
 
-def padding_is_a_document(row, mine, *, dim=1, fill=0):
-    """That of number 0."""
-    return order.cut(row, mine, dim=dim, fill=0)
+def padding_in_the_last_document(documents, slots, *, causal=True):
+    longer = documents[:, -1:].expand(-1, slots.numel() - documents.shape[1])
+    return true_of(torch.cat([documents, longer], 1), slots, causal=causal)
 
 
 def of_earlier_ranks(of, mine, theirs):
@@ -208,19 +207,18 @@ def keys_in_turn(x, times, dim):
     return torch.cat([x] * times, dim)
 
 
-def as_they_came(q, k, v, slots, attention, *, group):
+def as_they_came(q, k, v, order, attention, *, group):
     """Tokens rank after rank, whatever their slots."""
-    return true_by_heads(q, k, v, slots.sort().values, attention, group=group)
+    return true_by_heads(q, k, v, tuple(each.sort().values for each in order), attention, group=group)
 
 
 true_by_heads = ulysses.by_heads
 
 
 def documents_as_they_came(of, size):
-    """Slots in order, documents rank after rank."""
-    together = true_grouped(of, size)
-    documents = of.documents.unflatten(0, (-1, size)).transpose(1, 2).flatten(2)
-    return Places(together.slots, documents, of.causal)
+    """Slots in order, what they see rank after rank."""
+    ends = (end.unflatten(0, (-1, size)).transpose(1, 2).flatten(2) for end in (of.first, of.last))
+    return Places(true_grouped(of, size).slots, *ends)
 
 
 true_grouped = Places.grouped
@@ -245,11 +243,11 @@ FAULTS = {  # change, ranks, case
     "the gradient from the last block": (replaced(online.Backward, "see", last_dq), 2, RING),
     "no scale": (scaled("_fused", "_fused_backward"), 2, RING),
     "no scale in backward": (scaled("_fused_backward"), 2, ULYSSES),
-    "a token does not see itself": (replaced(Places, "visible", only_earlier), 2, RING),
-    "documents see each other": (replaced(Places, "visible", all_documents), 2, ULYSSES),
+    "a token does not see itself": (replaced(Places, "seen", only_earlier), 2, RING),
+    "documents see each other": (replaced(Places, "of", one_document), 2, ULYSSES),
     "T77: ids in zigzag, documents in order": (replaced(Places, "of", places_in_another_order), 2, RING),
-    "T80: padding is seen": (replaced(places, "cut", padding_is_a_document), 2, Case("ring", T=14, causal=False)),
-    "T80: padding sees": (replaced(places, "cut", padding_is_a_document), 2, Case("ulysses", T=14)),
+    "T80: padding is seen": (replaced(Places, "of", padding_in_the_last_document), 2, Case("ring", T=14, causal=False)),
+    "T80: padding sees": (replaced(Places, "of", padding_in_the_last_document), 2, Case("ulysses", T=14)),
     "blocks of later ranks are skipped": (replaced(Places, "blocks", of_earlier_ranks), 2, RING),
     "a square for a triangle": (replaced(Places, "blocks", the_whole_square), 2, Case("all_gather")),
     "one of many blocks": (replaced(Places, "blocks", first_block_only), 2, LONG),

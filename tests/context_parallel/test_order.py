@@ -1,5 +1,7 @@
 """Orders: which slots a rank holds, typed; one cut for all that belongs to a token, and its inverse."""
 
+import math
+
 import pytest
 import torch
 
@@ -47,8 +49,8 @@ def test_the_slots_of_every_rank(case):
         ("striped", "0 2 4 6 8 10 12 14 16 18 20 22 | 1 3 5 7 9 11 13 15 17 19 21 23"),
     ],
 )
-def test_chunks_that_are_a_multiple(order, picture):
-    """Of 3: 20 tokens in 2 parts are padded to 24, so that 3 ranks of another axis can cut every chunk again."""
+def test_parts_that_are_a_multiple(order, picture):
+    """Of 3: 20 tokens in 2 parts are padded to 24, so that 3 ranks of another axis can cut every part again."""
     assert " | ".join(" ".join(map(str, row)) for row in slots(order, 20, 2, multiple=3).tolist()) == picture
 
 
@@ -56,14 +58,14 @@ def test_chunks_that_are_a_multiple(order, picture):
 @SIZES
 @pytest.mark.parametrize("multiple", [1, 2, 3])
 def test_slots_are_a_partition(order, length, parts, multiple):
-    """Each slot once, ascending on every rank; no more padding than equal chunks of the multiple need."""
+    """Each slot once, ascending on every rank; no more padding than equal chunks and parts of a multiple need."""
     rows = slots(order, length, parts, multiple=multiple)
     chunks = 2 * parts if order == "zigzag" and parts > 1 else parts
     assert rows.dtype == torch.int64 and rows.is_contiguous()
     assert sorted(rows.flatten().tolist()) == list(range(rows.numel()))
     assert torch.equal(rows, rows.sort(1).values)
-    assert rows.numel() % (chunks * multiple) == 0
-    assert 0 <= rows.numel() - length < chunks * multiple
+    unit = math.lcm(chunks, parts * multiple)
+    assert rows.numel() % unit == 0 and 0 <= rows.numel() - length < unit
 
 
 @EACH_ORDER

@@ -15,8 +15,7 @@ EVERY = list(itertools.product(ORDERS, (1, 2, 3, 4), LENGTHS, DOCUMENTS, (True, 
 
 
 def places(order, parts, length, lengths=(), *, causal=True, rows=2, hole=None):
-    documents = dense.documents(length, rows, lengths)
-    documents[:, [] if hole is None else [hole]] = NOWHERE
+    documents = dense.documents(length, rows, lengths, [] if hole is None else [hole])
     return Places.of(documents, slots(order, length, parts), causal=causal), documents
 
 
@@ -45,7 +44,7 @@ def test_visible_is_what_three_loops_say(order, parts):
 
 def computed(given, mine, theirs):
     """How often each pair is computed, [B, queries, keys], by the kinds and masks of the blocks."""
-    B, n = given.documents.shape[1:]
+    B, n = given.first.shape[1:]
     count = torch.zeros(B, n, n, dtype=torch.int64)
     for block in given.blocks(mine, theirs):
         part = count[:, block.queries, block.keys]
@@ -190,13 +189,13 @@ def test_many_documents_are_less_work_in_every_order(order, parts):
 @pytest.mark.parametrize(("parts", "size"), [(4, 2), (4, 4), (4, 1), (6, 2), (6, 3)])
 @pytest.mark.parametrize("causal", [True, False])
 def test_neighbours_together(order, parts, size, causal):
-    """Their slots in ascending order, and the documents with them."""
+    """Their slots in ascending order, and what they see with them."""
     given, documents = places(order, parts, 23, (3, 5, 1), causal=causal)
     together = given.grouped(size)
     sorted_slots = given.slots.view(parts // size, -1).sort(1).values
     assert torch.equal(together.slots, sorted_slots)
-    assert torch.equal(together.documents, Places.of(documents, sorted_slots).documents)
-    assert together.causal == causal
+    expected = Places.of(documents, sorted_slots, causal=causal)
+    assert torch.equal(together.first, expected.first) and torch.equal(together.last, expected.last)
     assert given.grouped(size) is together, "found once, for all layers"
 
 
@@ -208,3 +207,34 @@ def test_blocks_are_found_once():
 def test_no_rows_no_blocks():
     given, _ = places("zigzag", 2, 16, rows=0)
     assert [given.blocks(0, theirs) for theirs in range(2)] == [[], []]
+
+
+# -- documents are runs ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("row", [[0, 1, 0], [0, NOWHERE, 0], [2, 2, 1, 3, 1]])
+def test_an_interrupted_document_is_refused(row):
+    with pytest.raises(
+        ValueError, match=r"^a document is interrupted by another one: lay the tokens of each end to end$"
+    ):
+        Places.of(torch.tensor([list(range(len(row))), row]), slots("zigzag", len(row), 2))
+
+
+def test_what_a_query_sees_is_an_interval_of_keys():
+    """Documents 0-2, 3-8, 9; rank 0 has 0 1 2 9 10 11 (10, 11 are padding), rank 1 has 3-8."""
+    given = Places.of(torch.tensor([[5, 5, 5, 0, 0, 0, 0, 0, 0, 7]]), slots("zigzag", 10, 2))
+    assert given.slots.tolist() == [[0, 1, 2, 9, 10, 11], [3, 4, 5, 6, 7, 8]]
+    seen = {
+        pair: [list(zip(*(end[0].tolist() for end in given.seen(*pair)), strict=True))] for pair in ((0, 0), (1, 1))
+    }
+    assert seen[0, 0] == [[(0, 1), (0, 2), (0, 3), (3, 4), (0, 0), (0, 0)]]
+    assert seen[1, 1] == [[(0, 1), (0, 2), (0, 3), (0, 4), (0, 5), (0, 6)]]
+    assert not given.blocks(0, 1) and not given.blocks(1, 0)
+
+
+def test_the_order_of_neighbours_and_back():
+    given, _ = places("zigzag", 4, 16)
+    there, back = given.order(2, 1)
+    mine = given.slots[2:].flatten()
+    assert mine[there].tolist() == sorted(mine.tolist()) and torch.equal(mine[there][back], mine)
+    assert given.order(2, 1)[0] is there, "found once, for all layers"

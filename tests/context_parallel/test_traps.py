@@ -213,7 +213,8 @@ def heads_of(run, order):
         handed.append((q, k, v))
         return q
 
-    back = by_heads(own, own, own, everyones.flatten(), attention, group=run.world)
+    there = everyones.flatten().argsort()
+    back = by_heads(own, own, own, (there, there.argsort()), attention, group=run.world)
     return handed[0], torch.equal(back, own), whole
 
 
