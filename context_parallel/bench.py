@@ -40,7 +40,7 @@ HEADS, KV_HEADS, HEAD = 8, 4, 64
 NEIGHBOURS = 2  # that exchange heads in ring × ulysses
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
-alone = partial(F.scaled_dot_product_attention, enable_gqa=True)
+ALONE = partial(F.scaled_dot_product_attention, enable_gqa=True)
 
 
 class Method(NamedTuple):
@@ -127,7 +127,7 @@ def one_process(run: Runtime, attention: Attention, length: int) -> Part:
 
 def whole_row(run: Runtime, name: str, length: int) -> Case:
     """A row that is one document."""
-    theirs = one_process(run, partial(alone, is_causal=True), length)
+    theirs = one_process(run, partial(ALONE, is_causal=True), length)
     return Case(f"T = {length}: {name}", {name: ours(run, METHODS[name], [length]), "one process": theirs})
 
 
@@ -138,7 +138,7 @@ def packed(run: Runtime, name: str, length: int) -> Case:
     needed = sum(n * (n + 1) for n in lengths) / (length * (length + 1))
     calls = {
         name: ours(run, METHODS[name], lengths),
-        "one process, dense mask": one_process(run, partial(alone, attn_mask=dense), length),
+        "one process, dense mask": one_process(run, partial(ALONE, attn_mask=dense), length),
         "one process, document by document": one_process(run, partial(one_by_one, lengths), length),
     }
     return Case(f"T = {length}, {DOCUMENTS} documents, {needed:.0%} of the causal scores: {name}", calls)
@@ -154,7 +154,7 @@ def uneven(length: int) -> list[int]:
 def one_by_one(lengths: Sequence[int], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Each document by itself."""
     parts = zip(*(x.split(lengths, 2) for x in (q, k, v)), strict=True)
-    return torch.cat([alone(*each, is_causal=True) for each in parts], 2)
+    return torch.cat([ALONE(*each, is_causal=True) for each in parts], 2)
 
 
 def cases(run: Runtime) -> list[Case]:
