@@ -3,7 +3,7 @@
     T = 16, P = 2     rank 0                     rank 1                     causal work, max / mean
     contiguous        0 1 2 3 4 5 6 7            8 9 10 11 12 13 14 15      2 - 1/P
     zigzag            0 1 2 3 12 13 14 15        4 5 6 7 8 9 10 11          1
-    striped           0 2 4 6 8 10 12 14         1 3 5 7 9 11 13 15         1, but for T/P slots
+    striped           0 2 4 6 8 10 12 14         1 3 5 7 9 11 13 15         1 + (P-1)/(T+1)
 
 A later token sees more keys, so neighbours make the last rank the slowest. Of 2P chunks a zigzag gives rank i the i-th
 and the i-th from the end, and any two such pairs see equally many (Dubey et al. 2024, §3.3.2); stripes are Striped
