@@ -11,6 +11,7 @@ F.scaled_dot_product_attention, which keeps the lse to itself.
 """
 
 import math
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
@@ -27,7 +28,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask = None, causal: bool = F
     causal: the i-th query sees the keys up to the i-th, of as many.
     """
     q, k, v = (_dense(x.to(precision(x))) for x in (q, k, v))
-    return (fused if q.device.type == "cpu" else explicit)(q, k, v, mask, causal)
+    with _as_they_are(q.device):
+        return (fused if q.device.type == "cpu" else explicit)(q, k, v, mask, causal)
 
 
 def backward(
@@ -41,12 +43,19 @@ def backward(
     dout, q, k, v, out = (_dense(x.to(precision(x))) for x in (dout, *inputs, result[0]))
     lse = result[1].masked_fill(result[1] == -math.inf, 0.0)  # who sees nothing has no score: exp(-inf - 0) is 0
     way = fused_backward if q.device.type == "cpu" else explicit_backward
-    return way(dout, (q, k, v), (out, lse), mask, causal)
+    with _as_they_are(q.device):
+        return way(dout, (q, k, v), (out, lse), mask, causal)
 
 
 def precision(x: Tensor) -> torch.dtype:
     """The dtype in which results of x are accumulated: its own, at least float32."""
     return torch.promote_types(x.dtype, torch.float32)
+
+
+def _as_they_are(device: torch.device) -> AbstractContextManager[None]:
+    """Autocast would multiply in half precision what is in float32 on purpose."""
+    kind = device.type
+    return torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext()
 
 
 def _dense(x: Tensor) -> Tensor:

@@ -51,9 +51,14 @@ class Places:
     def of(cls, documents: Tensor, slots: Tensor, *, causal: bool = True) -> "Places":
         """From the documents [B, T] of whole rows, by number, NOWHERE for padding, and the slots [P, T/P] of an order.
 
-        Raises ValueError for a document that another one interrupts.
+        On the device of the documents. Raises ValueError for a document that another one interrupts, and for more
+        tokens than slots.
         """
         slots, length = slots.to(documents.device), documents.shape[1]
+        if slots.numel() < length:
+            raise ValueError(
+                f"{slots.numel()} slots are too few for rows of {length} tokens: make slots(order, {length}, P)"
+            )
         first, last = _runs(documents)
         if causal:
             last = torch.arange(length, device=documents.device).expand_as(documents)
@@ -76,6 +81,9 @@ class Places:
         if len({q.dtype, k.dtype, v.dtype}) > 1:
             dtypes = ", ".join(str(x.dtype).removeprefix("torch.") for x in (q, k, v))
             raise ValueError(f"q, k, v are {dtypes}; give all the same dtype")
+        if len({x.device for x in (q, k, v, self.slots)}) > 1:
+            devices = ", ".join(str(x.device) for x in (q, k, v))
+            raise ValueError(f"q, k, v are on {devices}, places on {self.slots.device}: make them of documents there")
 
     def seen(self, mine: int, theirs: int) -> tuple[Tensor, Tensor]:
         """[B, T/P] twice: of the keys of rank `theirs`, the first that each query of rank `mine` sees, and the one

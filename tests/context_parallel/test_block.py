@@ -98,6 +98,14 @@ def test_half_precision_is_computed_in_float32():
 
 
 @EACH_WAY
+@pytest.mark.parametrize("kind", ["full", "causal", "masked"])
+def test_autocast_rounds_nothing(kind):
+    """What is float32 on purpose stays so, forward and backward."""
+    with torch.autocast("cpu", torch.bfloat16):
+        check(given(SHAPES["as many keys"], torch.float32), kind)
+
+
+@EACH_WAY
 @pytest.mark.parametrize(("dtype", "scale"), [(torch.float64, 1e1), (torch.float64, 1e3), (torch.float32, 1e3)])
 def test_large_logits(dtype, scale):
     """Scores of hundreds, and of a million: nothing overflows. Of whole numbers they are exact. (In float32 an lse of

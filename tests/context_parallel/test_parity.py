@@ -147,6 +147,23 @@ def test_without_any_gradient(pool, method):
         assert not out.requires_grad and torch.equal(out, other)
 
 
+def second_derivative(run, case):
+    mine = case.slots(run.size)[run.rank]
+    q, k, v, dout = (part(x, mine).requires_grad_() for x in case.tensors())
+    out = attend(run, case.method)(q, k, v, case.places(run.size))
+    [dq] = torch.autograd.grad(out, q, dout, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        dq.sum().backward()
+    return outcome(run, case)
+
+
+@EACH_METHOD
+def test_a_second_derivative_is_refused(pool, method):
+    """On every rank, and no message is left behind: what comes next is right."""
+    case = Case(method)
+    assert worst(case, pool.run(4, second_derivative, case)) <= 1
+
+
 @EACH_METHOD
 def test_nothing_to_see(pool, method):
     """Of tokens of no document everything is exactly zero, not only near it."""

@@ -220,6 +220,12 @@ def test_an_interrupted_document_is_refused(row):
         Places.of(torch.tensor([list(range(len(row))), row]), slots("zigzag", len(row), 2))
 
 
+def test_rows_longer_than_their_slots_are_refused():
+    text = r"^12 slots are too few for rows of 13 tokens: make slots\(order, 13, P\)$"
+    with pytest.raises(ValueError, match=text):
+        Places.of(torch.zeros(2, 13, dtype=torch.int64), slots("zigzag", 12, 2))
+
+
 def test_what_a_query_sees_is_an_interval_of_keys():
     """Documents 0-2, 3-8, 9; rank 0 has 0 1 2 9 10 11 (10, 11 are padding), rank 1 has 3-8."""
     given = Places.of(torch.tensor([[5, 5, 5, 0, 0, 0, 0, 0, 0, 7]]), slots("zigzag", 10, 2))

@@ -26,6 +26,14 @@ REFUSALS = {  # what is changed of q, k, v → text
         lambda q, k, v: (q, k.bfloat16(), v),
         "q, k, v are float64, bfloat16, float64; give all the same dtype",
     ),
+    "another device": (
+        lambda q, k, v: (q.to("meta"), k.to("meta"), v.to("meta")),
+        "q, k, v are on meta, meta, meta, places on cpu: make them of documents there",
+    ),
+    "two devices": (
+        lambda q, k, v: (q, k, v.to("meta")),
+        "q, k, v are on cpu, cpu, meta, places on cpu: make them of documents there",
+    ),
 }
 
 
