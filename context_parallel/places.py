@@ -45,7 +45,7 @@ class Places:
     slots: Tensor  # [P, T/P] index in the row, ascending in each rank's
     first: Tensor  # [P, B, T/P] the first slot that the token sees
     last: Tensor  # [P, B, T/P] the last one, before the first if there is none
-    _known: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)  # found once, for all layers
+    _known: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)  # once, for all layers
 
     @classmethod
     def of(cls, documents: Tensor, slots: Tensor, *, causal: bool = True) -> "Places":

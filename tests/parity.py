@@ -11,7 +11,7 @@ import math
 import random
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -100,11 +100,11 @@ class Case:
     then: Config
 
 
-def cases(together: int, ranks: int = 8) -> list[Case]:
-    """Meshes of at most so many ranks, and options, chosen so that any two of the options, and any `together` of AXES,
-    occur with all combinations of their values; and some of more ranks than rows, or with all that cuts at once.
+def cases(together: int, of_axes: int = 0, ranks: int = 8) -> list[Case]:
+    """Meshes of at most so many ranks, and options, chosen so that any `together` of the options, and any `of_axes` of
+    AXES, occur with all combinations of their values; and some of more ranks than rows, or with all that cuts at once.
     """
-    chosen = [case(ranks, **some) for some in covering(WHERE | WHAT, together, ranks)]
+    chosen = [case(ranks, **some) for some in covering(WHERE | WHAT, together, of_axes, ranks)]
     all_at_once = {"pipeline": "2 zbv", "fsdp": 2, "tp": 2, "sequence": True, "data": "fsdp", "tied": True}
     more = [
         {"dp": 4, "microbatches": 2, "dropout": 0.1, "batch": 2},
@@ -216,20 +216,17 @@ def told(options: dict[str, Any]) -> str:
     return ", ".join(f"{name} {value}" for name, value in chosen.items() if name != "train")
 
 
-def covering(options: dict[str, Sequence[Any]], together: int, ranks: int) -> list[dict[str, Any]]:
-    """A short list of choices in which any `together` options occur with all combinations of their values that there
-    are on so many ranks.
+def covering(options: dict[str, Sequence[Any]], together: int, of_axes: int, ranks: int) -> list[dict[str, Any]]:
+    """A short list of choices in which any `together` options, and any `of_axes` of AXES, occur with all combinations
+    of their values that there are on so many ranks.
 
     Greedy: for the first combination that has not occurred, some choices that have it are drawn, and the one is taken
     with most combinations that have not occurred.
     """
     draw, all_rows = random.Random(0), rows(ranks)
     missing: dict[Combination, None] = {}  # in order
-    some = [
-        *itertools.combinations(options, 2),
-        *itertools.combinations([name for name in options if name in AXES], together),
-    ]
-    for names in some:
+    names_together = combinations(options, together, of_axes)
+    for names in names_together:
         limited, free = [[name for name in names if (name in FREE) == kind] for kind in (False, True)]
         for values in dict.fromkeys(tuple(row[name] for name in limited) for row in all_rows):
             for others in itertools.product(*(options[name] for name in free)):
@@ -243,7 +240,8 @@ def covering(options: dict[str, Sequence[Any]], together: int, ranks: int) -> li
             {name: wanted.get(name, row[name] if name in row else draw.choice(options[name])) for name in options}
             for row in draw.choices(fitting, k=20)
         ]
-        new = [[each for each in combinations(choice, together) if each in missing] for choice in drawn]
+        new = [[tuple((name, choice[name]) for name in names) for names in names_together] for choice in drawn]
+        new = [[each for each in occurring if each in missing] for occurring in new]
         best = max(range(len(drawn)), key=lambda i: len(new[i]))
         taken.append(drawn[best])
         for each in new[best]:
@@ -251,10 +249,10 @@ def covering(options: dict[str, Sequence[Any]], together: int, ranks: int) -> li
     return taken
 
 
-def combinations(choice: dict[str, Any], together: int) -> list[Combination]:
-    """Those of a choice that count, each once."""
-    of_axes = [(name, choice[name]) for name in choice if name in AXES]
-    return list(dict.fromkeys([*itertools.combinations(choice.items(), 2), *itertools.combinations(of_axes, together)]))
+def combinations(options: Iterable[str], together: int, of_axes: int) -> list[tuple[str, ...]]:
+    """Those that count, each once."""
+    axes = [name for name in options if name in AXES]
+    return list(dict.fromkeys([*itertools.combinations(options, together), *itertools.combinations(axes, of_axes)]))
 
 
 def documents() -> list[np.ndarray]:
@@ -451,7 +449,7 @@ KINDS = ("loss", "norm", "gradient", "update", "resumed")
 
 def main() -> int:
     """`make parity`: all cases, a line each; 1 if one misses or fails."""
-    pool, failed, chosen = Pool(), 0, cases(together=3)
+    pool, failed, chosen = Pool(), 0, cases(together=2, of_axes=3)
     judge = Judge(pool, documents())
     width = max(len(each.name) for each in chosen)
     print(f"{'share of the error that is allowed':<{width}}{''.join(f'{kind:>10}' for kind in KINDS)}")

@@ -1,6 +1,7 @@
 """Places: what a query sees, against three loops; the blocks that are computed, typed and counted."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -202,6 +203,13 @@ def test_neighbours_together(order, parts, size, causal):
 def test_blocks_are_found_once():
     given, _ = places("zigzag", 2, 16)
     assert given.blocks(1, 0) is given.blocks(1, 0)
+
+
+def test_what_is_found_is_not_taken_along():
+    """Of other documents other blocks."""
+    given, _ = places("zigzag", 2, 16)
+    assert given.blocks(0, 1)
+    assert not replace(given, last=given.last.new_full(given.last.shape, -1)).blocks(0, 1)
 
 
 def test_no_rows_no_blocks():

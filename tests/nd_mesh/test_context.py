@@ -199,7 +199,7 @@ def elsewhere(part: Batch, **where: Any) -> Batch:
 
 def other_documents(whole: Batch, part: Batch, mine: torch.Tensor) -> Batch:
     others = Places.of(whole.where.documents, slots("contiguous", whole.ids.shape[1], 2))
-    return elsewhere(part, places=replace(others, slots=part.where.places.slots, _known={}))
+    return elsewhere(part, places=replace(others, slots=part.where.places.slots))
 
 
 def shifted_after_the_cut(whole: Batch, part: Batch, mine: torch.Tensor) -> Batch:
