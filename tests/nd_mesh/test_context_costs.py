@@ -55,7 +55,7 @@ def heads(tokens: float, kv_heads: int, ranks: int) -> float:
 
 def expected(cfg: Config, padded: int) -> dict[str, float]:
     """Bytes of a step, by operation, for rows that are padded to so many tokens."""
-    cp, tp, kept_whole = cfg.mesh.cp, cfg.mesh.tp, cfg.parallel.save_gathered
+    cp, tp, kept_whole, exchanging = cfg.mesh.cp, cfg.mesh.tp, cfg.parallel.save_gathered, cfg.parallel.ulysses
     tokens = B * padded / cp
     b = e * tokens * KV * K / tp
     sends = {
@@ -65,7 +65,10 @@ def expected(cfg: Config, padded: int) -> dict[str, float]:
             "reduce_scatter_single": 2 * (cp - 1) * b,
         },
         "ulysses": {"all_to_all_single": heads(tokens, max(KV, cp), cp)},
-        "ring_ulysses": {"all_to_all_single": heads(tokens, KV, 2), "exchange": ring(b, cp // 2)},
+        "ring_ulysses": {
+            "all_to_all_single": heads(tokens, max(KV, exchanging), exchanging),
+            **({"exchange": ring(b, cp // exchanging)} if cp > exchanging else {}),
+        },
     }
     return {op: L * nbytes for op, nbytes in sends[cfg.parallel.attention].items()}
 
@@ -80,6 +83,7 @@ SENT = {  # the rows' tokens with their padding, and what cuts
     "ulysses": (12, {"cp": 2, "attention": "ulysses", "order": "contiguous"}),
     "ulysses, heads copied": (12, {"cp": 4, "attention": "ulysses", "order": "striped"}),
     "ring_ulysses": (12, {"cp": 4, "attention": "ring_ulysses", "order": "striped"}),
+    "ring_ulysses of one ring": (12, {"cp": 4, "attention": "ring_ulysses", "order": "striped", "ulysses": 4}),
 }
 
 
