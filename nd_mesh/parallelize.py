@@ -130,7 +130,8 @@ def cut_tensors(model: GPT | Stages, config: Config, mesh: Mesh) -> None:
     sequence parallelism its tokens of the residual stream too.
     """
     group, parallel = mesh.group("tp"), config.parallel
-    modes = {"sequence_parallel": parallel.sequence, "save_gathered": parallel.save_gathered}
+    kept = parallel.sequence and parallel.save_gathered  # which may be meant for the attention over cp alone
+    modes = {"sequence_parallel": parallel.sequence, "save_gathered": kept}
     tensor_parallel.parallelize(model, plan(model, kv_group(model, mesh)), group, **modes)
     parts = model.stages.values() if isinstance(model, Stages) else [model]
     for part in parts:

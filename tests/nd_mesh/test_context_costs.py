@@ -80,6 +80,7 @@ SENT = {  # the rows' tokens with their padding, and what cuts
     "ring, tp": (12, {"cp": 2, "tp": 2}),
     "gathered again": (12, {"cp": 3, "attention": "all_gather"}),
     "gathered, kept": (12, {"cp": 2, "attention": "all_gather", "save_gathered": True}),
+    "gathered, kept, tp": (12, {"cp": 2, "tp": 2, "attention": "all_gather", "save_gathered": True}),
     "ulysses": (12, {"cp": 2, "attention": "ulysses", "order": "contiguous"}),
     "ulysses, heads copied": (12, {"cp": 4, "attention": "ulysses", "order": "striped"}),
     "ring_ulysses": (12, {"cp": 4, "attention": "ring_ulysses", "order": "striped"}),
