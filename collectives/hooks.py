@@ -9,6 +9,8 @@ import inspect
 import weakref
 from collections.abc import Callable
 
+import torch
+
 
 def called(method: Callable, *first: object) -> Callable:
     """A hook that calls the method of a handle for as long as the handle lives: with `first`, and as many of the hook's
@@ -27,3 +29,8 @@ def called(method: Callable, *first: object) -> Callable:
 def _arguments(function: Callable) -> int:
     """Of a method, beside `self`. Hooks are made in every forward, and to look into a signature is slow."""
     return len(inspect.signature(function).parameters) - 1
+
+
+def in_backward() -> bool:
+    """Whether this thread is inside of a backward: a forward that runs now is one that is run again."""
+    return torch._C._current_graph_task_id() != -1

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from collectives import comm
 from collectives.elementwise import check_elementwise
-from collectives.hooks import called
+from collectives.hooks import called, in_backward
 from collectives.replicas import Replica
 from fsdp.gradient import Reductions
 from fsdp.pack import Groups, Pack
@@ -87,7 +87,7 @@ class FullySharded(Replica):
 
     def pre_forward(self, unit: Unit) -> bool:
         """A unit is about to run. Returns whether it is its turn."""
-        if torch._C._current_graph_task_id() != -1:  # in a backward: it is recomputed, and stays until its own comes
+        if in_backward():  # it is recomputed, and stays until its own comes
             unit.unshard()
             return False
         in_turn = self.program.before_forward(self.numbers[unit], torch.is_grad_enabled())
@@ -98,7 +98,7 @@ class FullySharded(Replica):
 
     def post_forward(self, unit: Unit) -> None:
         """A unit has run."""
-        if torch._C._current_graph_task_id() == -1 and not self.program.after_forward(self.numbers[unit]):
+        if not in_backward() and not self.program.after_forward(self.numbers[unit]):
             self._free(unit)
 
     def pre_backward(self, unit: Unit, in_turn: bool) -> None:

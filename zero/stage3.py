@@ -24,7 +24,7 @@ from torch import nn
 from torch.autograd.graph import register_multi_grad_hook
 from torch.utils._pytree import tree_leaves
 
-from collectives.hooks import called
+from collectives.hooks import called, in_backward
 from collectives.host import Pool
 from zero.bucket import Bucket
 from zero.layers import named_layers, owned
@@ -91,7 +91,7 @@ class ZeRO3(ZeRO2):
         layer = self.layers[i]
         if module is not layer.module:
             return
-        if torch._C._current_graph_task_id() != -1:
+        if in_backward():
             raise RuntimeError(f"{layer.name} runs inside of a backward, as in recomputation: do that inside the layer")
         if self.driven and not all(bucket.whole for bucket in layer.buckets):
             raise RuntimeError(f"{layer.name} runs in shards: call `unshard` before, since it is called from outside")

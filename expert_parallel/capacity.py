@@ -1,0 +1,28 @@
+"""Capacity: an expert takes at most C = ⌈c·k·T/E⌉ tokens of a sequence; a later one has its residual alone.
+
+First come, by slot: of a sequence's tokens that chose an expert it takes the first C. (A token's first choice comes
+before its second, but these are two experts, with queues of their own.) Counted per sequence, so that neither the
+number of ranks nor of microbatches changes who is dropped; production systems count per rank, and there it does.
+
+What is won: no expert's load is more than c times its fair share, so buffers can have one size. Lepikhin et al. 2020
+(GShard), §3.2; Fedus et al. 2021 (Switch), §2.2; Megatron-LM: --moe-expert-capacity-factor.
+"""
+
+import math
+
+from torch import Tensor
+
+from expert_parallel.sequences import NOBODY
+
+
+def capacity(factor: float, choices: int, length: int, experts: int) -> int:
+    """C of an expert and sequence."""
+    return math.ceil(factor * choices * length / experts)
+
+
+def within(experts: Tensor, taken: Tensor, room: int) -> Tensor:
+    """Of choices [B, T, k] of whole rows, which `taken` [B, T, E] says as ones, those [B, T, k] that find room."""
+    # IDEA: a token's place in an expert's queue is the number of tokens before it that chose the same expert.
+    before = taken.cumsum(1) - taken  # [B, T, E]
+    place = before.gather(-1, experts.clamp(min=0))
+    return (place < room) & (experts != NOBODY)

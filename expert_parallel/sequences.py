@@ -1,0 +1,56 @@
+"""What a layer must know of its tokens beside their values: the rows they are in.
+
+Balance and capacity are counted by sequence, a row of T tokens: so neither depends on which rows share a microbatch or
+a rank. A row may be cut over the ranks of a group (context and sequence parallelism), each of which then has some slots
+of it, in any order.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from collectives import comm
+
+NOBODY = -1  # in place of an expert's number
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """Where a rank's tokens [B, T/P] stand. P ranks have a part of each row."""
+
+    routed: Tensor  # [B, T/P] bool: what is no token of any document, as padding, goes to no expert
+    counted: Tensor  # [B] bool: rows of which the balance loss is a mean; the same on all ranks that have a part
+    length: int  # T of a whole row, without padding that only some meshes need
+    rows: Tensor  # () the number of counted rows of the global batch
+    tokens: Tensor  # () the number of routed tokens of the global batch
+    slots: Tensor | None = None  # [P, T/P] of each rank, where rows are cut
+
+    @classmethod
+    def whole(cls, x: Tensor) -> "Sequences":
+        """Rows [B, T, ...] that are full of tokens, and all of the batch."""
+        (rows, length), device = x.shape[:2], x.device
+        routed = torch.ones(rows, length, dtype=torch.bool, device=device)
+        counts = torch.tensor([rows, rows * length], device=device)
+        return cls(routed, routed.any(1), length, *counts)
+
+
+def whole_rows(experts: Tensor, sequences: Sequences, group: dist.ProcessGroup | None) -> Tensor:
+    """The experts [B, T/P, k] that the tokens of this rank chose -> those of the whole row [B, T, k], in the order of
+    its slots: k small integers a token, gathered over the ranks that have parts of the row.
+    """
+    if group is None or group.size() == 1:
+        return experts
+    small = experts.to(torch.int16)
+    pieces = small.new_empty(group.size(), *small.shape)  # [P, B, T/P, k]
+    comm.all_gather_single(pieces.flatten(0, 1), small, group=group)
+    whole = small.new_empty(small.shape[0], sequences.slots.numel(), small.shape[2])
+    whole[:, sequences.slots.flatten()] = pieces.movedim(0, 1).flatten(1, 2)
+    return whole.long()  # [B, T, k]
+
+
+def chosen(experts: Tensor, count: int) -> Tensor:
+    """[B, T, k] -> [B, T, E] int64: 1 where a token chose that expert, else 0."""
+    one_hot = torch.zeros(*experts.shape[:-1], count + 1, dtype=torch.int64, device=experts.device)
+    return one_hot.scatter_(-1, experts.where(experts != NOBODY, count), 1)[..., :count]
