@@ -2,18 +2,23 @@
 
 import math
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 import torch
 
 from tests.reference.data import IGNORED, batch, sample, sample_count, stream
-from tests.reference.model import forward, loss_sum
+from tests.reference.ffn import balance_loss, moved, z_loss
+from tests.reference.model import forward, loss_sum, routed_forward
 
 
 @dataclass(frozen=True)
 class Record:
-    """One step. Gradients are those before clipping, parameters those after the update."""
+    """One step. Gradients are those before clipping, parameters those after the update.
+
+    Of mixtures, by the layer's number: their losses, without coefficients (not asked for, 0), the choices [E] that fell
+    on each expert, and the biases [E] after the update. The loss is the cross-entropy alone, the gradients of the sum.
+    """
 
     loss: float
     count: int
@@ -21,6 +26,10 @@ class Record:
     grads: dict[str, torch.Tensor]
     params: dict[str, torch.Tensor]
     lr: float
+    balance: dict[int, float] = field(default_factory=dict)
+    z: dict[int, float] = field(default_factory=dict)
+    tokens: dict[int, torch.Tensor] = field(default_factory=dict)
+    biases: dict[int, torch.Tensor] = field(default_factory=dict)
 
 
 def run(
@@ -46,17 +55,27 @@ def run(
     momentum=0.9,
     clip=None,
     rope_base=10000,
+    experts=None,
 ):
-    """Train from `weights` (left as they are) for `steps` steps: a Record for each."""
+    """Train from `weights` (left as they are) for `steps` steps: a Record for each.
+
+    experts: the settings of the mixtures, if there are any (ffn.py), with the coefficients balance and z_loss of their
+    losses, and the rate bias_rate at which a bias follows the load.
+    """
     if tied == ("head.weight" in weights):
         raise ValueError(f"tied={tied}, but the weights are {sorted(weights)}; tied weights have no head.weight")
     params = {name: weight.detach().clone().requires_grad_() for name, weight in weights.items()}
     update = make_optimizer(params, optimizer, weight_decay=weight_decay, betas=betas, eps=eps, momentum=momentum)
 
+    ask = {"balance": 0.0, "z_loss": 0.0, "bias_rate": 0.0} | (experts or {})
+    biases = {}
+    if ask["bias_rate"]:
+        biases = {i: torch.zeros(len(params[name]), dtype=torch.float64) for i, name in routers(weights).items()}
+
     records = []
     for step in range(steps):
         ids, labels, docs, positions, numbers = batch(documents, T, B, step, seed)
-        logits = forward(
+        logits, routings = routed_forward(
             params,
             ids,
             docs,
@@ -68,12 +87,16 @@ def run(
             step=step,
             numbers=numbers,
             base=rope_base,
+            experts=experts,
+            biases=biases,
+            padding=len(documents),
         )
         count = int((labels != IGNORED).sum())
-        loss = loss_sum(logits, labels) / max(count, 1)  # no label at all: 0, and so is every gradient
+        loss = loss_sum(logits, labels) / max(count, 1)  # no label at all: 0, and so is its every gradient
+        balance, z = routers_losses(routings, (labels != IGNORED).any(1), ask)
 
         update.zero_grad()
-        loss.backward()
+        (loss + ask["balance"] * sum(balance.values()) + ask["z_loss"] * sum(z.values())).backward()
         grads = {name: p.grad.clone() for name, p in params.items()}
         grad_norm = math.sqrt(sum(float((g * g).sum()) for g in grads.values()))
 
@@ -84,10 +107,27 @@ def run(
             for group in update.param_groups:
                 group["lr"] = rate
             update.step()
+        load = {i: routing.chosen.sum((0, 1)) for i, routing in routings.items()}
+        if count > 0:
+            biases = {i: moved(bias, load[i], ask["bias_rate"]) for i, bias in biases.items()}
 
         after = {name: p.detach().clone() for name, p in params.items()}
-        records.append(Record(loss.item(), count, grad_norm, grads, after, rate))
+        balance, z = ({i: value.item() for i, value in each.items()} for each in (balance, z))
+        records.append(Record(loss.item(), count, grad_norm, grads, after, rate, balance, z, load, biases))
     return records
+
+
+def routers(weights):
+    """The names of the routers' weights, by the numbers of their layers."""
+    return {int(name.split(".")[1]): name for name in weights if name.endswith("ffn.router.weight")}
+
+
+def routers_losses(routings, labelled, ask):
+    """The balance losses and the z-losses, by layer; 0 where nobody asks for them. labelled [B]: rows with a label."""
+    zero = torch.tensor(0.0, dtype=torch.float64)
+    balance = {i: balance_loss(r, ask["choices"], labelled) if ask["balance"] else zero for i, r in routings.items()}
+    z = {i: z_loss(r) if ask["z_loss"] else zero for i, r in routings.items()}
+    return balance, z
 
 
 def make_optimizer(params, optimizer, *, weight_decay, betas, eps, momentum):
