@@ -1,8 +1,9 @@
 """Parity: training steps on a mesh, judged against the independent reference in float64.
 
-Judged in this order: the initial weights (equal bits on every rank), then of every step the number of valid tokens, the
-loss, the gradient before clipping, its norm, and the update. Never per element: a tensor's error is measured against
-its largest entry. Every run is then saved, resumed on another mesh, and judged for two more steps.
+Judged in this order: the initial weights (equal bits on every rank), then of every step the number of valid tokens,
+the tokens of each expert and those that were dropped, the losses, the gradient before clipping, its norm, the update,
+and the routers' biases. Never per element: a tensor's error is measured against its largest entry; counts and biases
+must be equal. Every run is then saved, resumed on another mesh, and judged for two more steps.
 """
 
 import functools
@@ -12,7 +13,7 @@ import random
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from tests.reference import loop
 
 ULP = torch.finfo(torch.float64).eps
 STEPS, MORE = 3, 2  # before and after the checkpoint
+KINDS = ("loss", "norm", "gradient", "update")
 VOCAB, CONTEXT = 37, 12
 MODEL = ModelConfig(vocab=VOCAB, layers=3, width=24, heads=12, kv_heads=2, hidden=24, rope_base=50.0)
 SGD = TrainConfig(
@@ -43,6 +45,19 @@ SGD = TrainConfig(
 # At the usual eps of 1e-8 the noise of a gradient over eps is 1e-9; at larger steps rounding grows by itself, and what
 # five of them make of it on one process is no longer small beside what is allowed.
 ADAMW = replace(SGD, optimizer="adamw", lr=0.02, betas=(0.8, 0.9), eps=1e-4)
+
+# Mixtures of experts. 12 of them are shared by up to 6 ranks, 8 by 8; some have less to do than there are microbatches.
+# A top 1 is not renormalised: its weight would be 1, and the router have no gradient.
+SOFTMAX = {"expert_hidden": 12, "balance": 0.05, "z_loss": 0.02}
+SIGMOID = {"expert_hidden": 12, "score": "sigmoid", "balance": 0.02, "bias_rate": 0.05, "scale": 1.5}
+MIXTURES = {
+    "dense": {},
+    "softmax 2 of 12": {"experts": 12, **SOFTMAX},
+    "sigmoid 3 of 12, bias, shared": {"experts": 12, "choices": 3, "pattern": "dm", "shared_hidden": 12, **SIGMOID},
+    "softmax 1 of 8, capacity": {"experts": 8, "choices": 1, "renormalise": False, "capacity": 1.0, **SOFTMAX},
+    "sigmoid 2 of 4, bias, capacity": {"experts": 4, "pattern": "mmd", "capacity": 0.75, "z_loss": 0.01, **SIGMOID},
+}
+OF_ROUTERS = ("choices", "score", "renormalise", "scale", "capacity", "balance", "z_loss", "bias_rate")
 
 
 def config(*, train: TrainConfig = SGD, **settings: Any) -> Config:
@@ -68,6 +83,7 @@ WHERE = {
     "dp": (1, 2, 3, 4, 8),
     "fsdp": (1, 2, 3, 4),
     "tp": (1, 2, 3, 4),
+    "ep": (1, 2, 3, 4, 8),
     "sequence": (False, True),
     "save_gathered": (False, True),
     "data": (*DATA_STRATEGIES, "fsdp"),
@@ -83,9 +99,10 @@ WHAT = {
     "tied": (False, True),
     "kv_heads": (2, 6, 1),
     "train": (SGD, ADAMW),
+    "mixture": tuple(MIXTURES),
 }
-AXES = ("pipeline", "context", "fsdp", "tp", "data")  # more of these are tried together
-FREE = ("recompute", "microbatches", "dropout", "tied", "train")  # whatever the others are
+AXES = ("pipeline", "context", "fsdp", "tp", "ep", "data")  # more of these are tried together
+FREE = ("recompute", "microbatches", "dropout", "tied", "train", "mixture")  # whatever the others are; but for `shared`
 
 
 Combination = tuple[tuple[str, Any], ...]  # of some options, each with a value
@@ -106,6 +123,7 @@ def cases(together: int, of_axes: int = 0, ranks: int = 8) -> list[Case]:
     """
     chosen = [case(ranks, **some) for some in covering(WHERE | WHAT, together, of_axes, ranks)]
     all_at_once = {"pipeline": "2 zbv", "fsdp": 2, "tp": 2, "sequence": True, "data": "fsdp", "tied": True}
+    all_at_once |= {"ep": 2, "mixture": "sigmoid 3 of 12, bias, shared"}
     more = [
         {"dp": 4, "microbatches": 2, "dropout": 0.1, "batch": 2},
         {"dp": 8, "dropout": 0.1, "batch": 3, "train": ADAMW},
@@ -124,6 +142,8 @@ def possible(choice: dict[str, Any], ranks: int = 8) -> bool:
         size(choice) <= ranks
         and fits(int(cp), method, MODEL.heads // tp, max(1, kv_heads // tp))
         and sensible(choice)
+        and data_ranks(choice) % choice["ep"] == 0
+        and any(shared(mixture, choice) for mixture in MIXTURES)
         and (pp > 1 or "reduce_each" in usual)
         and (pp == 1 or "prefetch" in usual)
         and tp in cut.degrees(MODEL.heads, kv_heads)
@@ -162,6 +182,18 @@ def size(choice: dict[str, Any]) -> int:
     return math.prod([ranks_of(choice, "pipeline"), ranks_of(choice, "context"), *lengths])
 
 
+def data_ranks(choice: dict[str, Any]) -> int:
+    """Those with tokens of their own, out of which ep is folded."""
+    return choice["dp"] * choice["fsdp"] * ranks_of(choice, "context")
+
+
+def shared(mixture: str, choice: dict[str, Any]) -> bool:
+    """Whether the ranks can share its experts, each as many. A dense model has none."""
+    ranks = choice["ep"] * (choice["tp"] if choice["sequence"] else 1)
+    experts = MIXTURES[mixture].get("experts")
+    return experts % ranks == 0 if experts else choice["ep"] == 1
+
+
 def fits(cp: int, method: str, heads: int, kv_heads: int) -> bool:
     """Whether the ranks that exchange heads can share them."""
     exchanging = {"ulysses": cp, "ring_ulysses": 2}.get(method, 1)
@@ -172,9 +204,9 @@ def fits(cp: int, method: str, heads: int, kv_heads: int) -> bool:
 def rows(ranks: int) -> list[dict[str, Any]]:
     """All possible choices of the options that depend on each other."""
     options = {name: values for name, values in (WHERE | WHAT).items() if name not in FREE}
-    axes = ("pipeline", "context", "dp", "fsdp", "tp")
+    axes = ("pipeline", "context", "dp", "fsdp", "tp", "ep")
     meshes = [dict(zip(axes, sizes, strict=True)) for sizes in itertools.product(*(options[axis] for axis in axes))]
-    fitting = [mesh for mesh in meshes if size(mesh) <= ranks]
+    fitting = [mesh for mesh in meshes if size(mesh) <= ranks and data_ranks(mesh) % mesh["ep"] == 0]
     others = [name for name in options if name not in axes]
     rest = [dict(zip(others, values, strict=True)) for values in itertools.product(*(options[name] for name in others))]
     rest = [other for other in rest if sensible(other)]
@@ -184,19 +216,28 @@ def rows(ranks: int) -> list[dict[str, Any]]:
 def case(ranks: int = 8, /, **options: Any) -> Case:
     """The case of these options. It is resumed elsewhere, with another tp and as many other options as can be."""
     first = {name: options.get(name, values[0]) for name, values in WHERE.items()}
-    draw, kv_heads = random.Random(told(options)), options.get("kv_heads", WHAT["kv_heads"][0])
-    others = [row for row in rows(ranks) if row["tp"] != first["tp"] and row["kv_heads"] == kv_heads]
+    draw = random.Random(told(options))
+    kv_heads, mixture = (options.get(name, WHAT[name][0]) for name in ("kv_heads", "mixture"))
+    others = elsewhere(ranks, first["tp"], kv_heads, mixture)
     drawn = [{name: row.get(name, draw.choice(WHERE[name])) for name in WHERE} for row in draw.choices(others, k=100)]
     then = max(drawn, key=lambda choice: sum(choice[name] != first[name] for name in WHERE))
     name = f"{told(options)}, {options.get('train', SGD).optimizer}; then {told(then)}"
     return Case(name, run_of(options), run_of({**options, **then}))
 
 
+@functools.cache
+def elsewhere(ranks: int, tp: int, kv_heads: int, mixture: str) -> list[dict[str, Any]]:
+    """All choices of such a model, with another tp."""
+    others = [row for row in rows(ranks) if row["tp"] != tp and row["kv_heads"] == kv_heads]
+    return [row for row in others if shared(mixture, row)]
+
+
 def run_of(options: dict[str, Any]) -> Config:
     """The run of these options. In a pipeline the few blocks are strewn over the stages: some have none, maybe the
     first or the last.
     """
-    settings = {name: value for name, value in options.items() if name not in ("pipeline", "context")}
+    settings = {name: value for name, value in options.items() if name not in ("pipeline", "context", "mixture")}
+    settings |= MIXTURES[options.get("mixture", "dense")]
     pp, name, *virtual = options.get("pipeline", "1 1f1b").split()
     cp, method, order = options.get("context", "1 ring zigzag").split()
     settings |= {"pp": int(pp), "schedule": name, "virtual": int(*virtual)}
@@ -228,18 +269,22 @@ def covering(options: dict[str, Sequence[Any]], together: int, of_axes: int, ran
     names_together = combinations(options, together, of_axes)
     for names in names_together:
         limited, free = [[name for name in names if (name in FREE) == kind] for kind in (False, True)]
-        for values in dict.fromkeys(tuple(row[name] for name in limited) for row in all_rows):
+        needed = [*limited, *(("ep", "tp", "sequence") if "mixture" in free else ())]
+        for values in dict.fromkeys(tuple(row[name] for name in needed) for row in all_rows):
             for others in itertools.product(*(options[name] for name in free)):
-                known = dict(zip([*limited, *free], [*values, *others], strict=True))
-                missing[tuple((name, known[name]) for name in names)] = None
+                known = dict(zip([*needed, *free], [*values, *others], strict=True))
+                if "mixture" not in known or shared(known["mixture"], known):
+                    missing[tuple((name, known[name]) for name in names)] = None
     taken = []
     while missing:
         wanted = dict(next(iter(missing)))
         fitting = [row for row in all_rows if all(row[name] == value for name, value in wanted.items() if name in row)]
-        drawn = [
-            {name: wanted.get(name, row[name] if name in row else draw.choice(options[name])) for name in options}
-            for row in draw.choices(fitting, k=20)
-        ]
+        fitting = [row for row in fitting if "mixture" not in wanted or shared(wanted["mixture"], row)]
+        drawn = []
+        for row in draw.choices(fitting, k=20):
+            mixtures = [mixture for mixture in options["mixture"] if shared(mixture, row)]
+            known = row | {name: draw.choice(mixtures if name == "mixture" else options[name]) for name in FREE}
+            drawn.append({name: wanted.get(name, known[name]) for name in options})
         new = [[tuple((name, choice[name]) for name in names) for names in names_together] for choice in drawn]
         new = [[each for each in occurring if each in missing] for occurring in new]
         best = max(range(len(drawn)), key=lambda i: len(new[i]))
@@ -272,6 +317,11 @@ class Step:
     grads: dict[str, Tensor]
     params: dict[str, Tensor]
     lr: float
+    balance: dict[int, float] = field(default_factory=dict)
+    z: dict[int, float] = field(default_factory=dict)
+    tokens: dict[int, Tensor] = field(default_factory=dict)
+    dropped: dict[int, int] = field(default_factory=dict)
+    biases: dict[str, Tensor] = field(default_factory=dict)
 
 
 def stream(documents: list[np.ndarray], context: int) -> Stream:
@@ -347,7 +397,19 @@ def one_step(trainer: Trainer, step: int, equal_bits: bool = True) -> Step:
         layout.check_copies(((param.held, param.grad) for param in params), trainer.run.world)
     grads = gradients(trainer)
     norm, lr = trainer.update(step, count)
-    return Step(loss, count, norm, grads, parameters(trainer), lr)
+    return Step(loss, count, norm, grads, parameters(trainer), lr, **of_mixtures(trainer))
+
+
+def of_mixtures(trainer: Trainer) -> dict[str, Any]:
+    """What the trainer tells of the mixtures' step, and their biases after it."""
+    if not trainer.config.model.experts:
+        return {}
+    told = {
+        name: {layer: getattr(seen, name) for layer, seen in trainer.observed.items()}
+        for name in ("balance", "z", "tokens", "dropped")
+    }
+    biases = [(name, (layout.Box.whole(bias.shape),), bias.cpu()) for name, bias in trainer.biases().items()]
+    return told | {"biases": put_together(trainer, biases)}
 
 
 def reference(config: Config, weights: dict[str, Tensor], documents: list[np.ndarray], steps: int) -> list[loop.Record]:
@@ -362,6 +424,7 @@ def reference(config: Config, weights: dict[str, Tensor], documents: list[np.nda
         **{"optimizer": train.optimizer, "lr": train.lr, "warmup": train.warmup, "min_lr_ratio": train.min_lr},
         **{"weight_decay": train.weight_decay, "betas": train.betas, "eps": train.eps, "momentum": train.momentum},
         **{"clip": train.clip or None, "rope_base": model.rope_base},
+        experts={name: getattr(model, name) for name in OF_ROUTERS} if model.experts else None,
     )
 
 
@@ -406,7 +469,7 @@ def judge(initial: dict[str, Tensor], ours: list[Any], reference: list[Any]) -> 
     """The largest error of each kind as a share of what is allowed; a miss is a share above 1. Both lists hold the same
     steps.
     """
-    worst = dict.fromkeys(("loss", "norm", "gradient", "update"), 0.0)
+    worst = dict.fromkeys(KINDS, 0.0)
     before, previous = initial, None
     for step, expected in zip(ours, reference, strict=True):
         assert step.count == expected.count and step.lr == expected.lr, (
@@ -416,8 +479,9 @@ def judge(initial: dict[str, Tensor], ours: list[Any], reference: list[Any]) -> 
             expected.lr,
         )
         assert step.grads.keys() == expected.grads.keys()
-        loss, norm = (torch.tensor(x) for x in (step.loss - expected.loss, step.grad_norm - expected.grad_norm))
-        worst["loss"] = max(worst["loss"], _share(loss, 1e-13 * max(expected.loss, 1)))
+        check_equal(step, expected)
+        norm = torch.tensor(step.grad_norm - expected.grad_norm)
+        worst["loss"] = max(worst["loss"], *_losses(step, expected))
         worst["norm"] = max(worst["norm"], _share(norm, 1e-13 * max(expected.grad_norm, 1e-300)))
         largest = max(float(grad.abs().max()) for grad in expected.grads.values())
         for name, grad in expected.grads.items():
@@ -437,6 +501,25 @@ def judge(initial: dict[str, Tensor], ours: list[Any], reference: list[Any]) -> 
     return worst
 
 
+def check_equal(step: Any, expected: Any) -> None:
+    """Raise AssertionError where counts or biases of mixtures differ at all."""
+    for name in ("tokens", "dropped", "biases"):
+        ours, right = getattr(step, name), getattr(expected, name)
+        assert ours.keys() == right.keys(), f"{name} of {list(ours)}, not of {list(right)}"
+        for which, value in right.items():
+            same = torch.equal(torch.as_tensor(ours[which]).cpu(), torch.as_tensor(value))
+            assert same, f"{name} of {which}: {ours[which]}, not {value}"
+
+
+def _losses(step: Any, expected: Any) -> list[float]:
+    """The shares of the error of the cross-entropy, and of each loss of each mixture."""
+    assert step.balance.keys() == expected.balance.keys() and step.z.keys() == expected.z.keys()
+    pairs = [(step.loss, expected.loss)]
+    for name in ("balance", "z"):
+        pairs += [(getattr(step, name)[layer], value) for layer, value in getattr(expected, name).items()]
+    return [_share(torch.tensor(ours - right), 1e-13 * max(right, 1)) for ours, right in pairs]
+
+
 def _share(error: Tensor, allowed: float) -> float:
     largest = float(error.abs().max())
     if largest == 0:
@@ -444,15 +527,12 @@ def _share(error: Tensor, allowed: float) -> float:
     return largest / allowed if allowed and math.isfinite(largest) else math.inf  # max(0.0, nan) is 0.0
 
 
-KINDS = ("loss", "norm", "gradient", "update", "resumed")
-
-
 def main() -> int:
     """`make parity`: all cases, a line each; 1 if one misses or fails."""
     pool, failed, chosen = Pool(), 0, cases(together=2, of_axes=3)
     judge = Judge(pool, documents())
     width = max(len(each.name) for each in chosen)
-    print(f"{'share of the error that is allowed':<{width}}{''.join(f'{kind:>10}' for kind in KINDS)}")
+    print(f"{'share of the error that is allowed':<{width}}{''.join(f'{kind:>10}' for kind in (*KINDS, 'resumed'))}")
     for each in chosen:
         try:
             worst = judge.judge(each)
@@ -462,7 +542,7 @@ def main() -> int:
             continue
         missed = max(worst.values()) > 1
         failed += missed
-        figures = "".join(f"{worst[kind]:>10.4f}" for kind in KINDS)
+        figures = "".join(f"{worst[kind]:>10.4f}" for kind in (*KINDS, "resumed"))
         print(f"{each.name:<{width}}{figures}{'  MISSED' if missed else ''}", flush=True)
     pool.close()
     print(f"{len(chosen) - failed} passed, {failed} failed")

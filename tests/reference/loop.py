@@ -16,8 +16,9 @@ from tests.reference.model import forward, loss_sum, routed_forward
 class Record:
     """One step. Gradients are those before clipping, parameters those after the update.
 
-    Of mixtures, by the layer's number: their losses, without coefficients (not asked for, 0), the choices [E] that fell
-    on each expert, and the biases [E] after the update. The loss is the cross-entropy alone, the gradients of the sum.
+    The loss is the cross-entropy alone, the gradients are of the sum of all losses. Of each mixture, by the number of
+    its layer: its losses, without their coefficients, or 0 if nobody asks for them; how many choices fell on each
+    expert [E]; how many were dropped. By their names the biases [E] after the update.
     """
 
     loss: float
@@ -29,7 +30,8 @@ class Record:
     balance: dict[int, float] = field(default_factory=dict)
     z: dict[int, float] = field(default_factory=dict)
     tokens: dict[int, torch.Tensor] = field(default_factory=dict)
-    biases: dict[int, torch.Tensor] = field(default_factory=dict)
+    dropped: dict[int, int] = field(default_factory=dict)
+    biases: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
 def run(
@@ -68,9 +70,9 @@ def run(
     update = make_optimizer(params, optimizer, weight_decay=weight_decay, betas=betas, eps=eps, momentum=momentum)
 
     ask = {"balance": 0.0, "z_loss": 0.0, "bias_rate": 0.0} | (experts or {})
-    biases = {}
-    if ask["bias_rate"]:
-        biases = {i: torch.zeros(len(params[name]), dtype=torch.float64) for i, name in routers(weights).items()}
+    routers = {name: len(weight) for name, weight in weights.items() if name.endswith("router.weight")}
+    biases = {name.replace("weight", "bias"): torch.zeros(E, dtype=torch.float64) for name, E in routers.items()}
+    biases = biases if ask["bias_rate"] else {}
 
     records = []
     for step in range(steps):
@@ -92,7 +94,7 @@ def run(
             padding=len(documents),
         )
         count = int((labels != IGNORED).sum())
-        loss = loss_sum(logits, labels) / max(count, 1)  # no label at all: 0, and so is its every gradient
+        loss = loss_sum(logits, labels) / max(count, 1)  # no label at all: 0, without a gradient
         balance, z = routers_losses(routings, (labels != IGNORED).any(1), ask)
 
         update.zero_grad()
@@ -107,19 +109,23 @@ def run(
             for group in update.param_groups:
                 group["lr"] = rate
             update.step()
-        load = {i: routing.chosen.sum((0, 1)) for i, routing in routings.items()}
-        if count > 0:
-            biases = {i: moved(bias, load[i], ask["bias_rate"]) for i, bias in biases.items()}
+            biases = {name: moved(bias, load(routings, name), ask["bias_rate"]) for name, bias in biases.items()}
 
         after = {name: p.detach().clone() for name, p in params.items()}
-        balance, z = ({i: value.item() for i, value in each.items()} for each in (balance, z))
-        records.append(Record(loss.item(), count, grad_norm, grads, after, rate, balance, z, load, biases))
+        of_mixtures = {
+            "balance": {i: value.item() for i, value in balance.items()},
+            "z": {i: value.item() for i, value in z.items()},
+            "tokens": {i: routing.chosen.sum((0, 1)) for i, routing in routings.items()},
+            "dropped": {i: int((routing.chosen & ~routing.kept).sum()) for i, routing in routings.items()},
+            "biases": biases,
+        }
+        records.append(Record(loss.item(), count, grad_norm, grads, after, rate, **of_mixtures))
     return records
 
 
-def routers(weights):
-    """The names of the routers' weights, by the numbers of their layers."""
-    return {int(name.split(".")[1]): name for name in weights if name.endswith("ffn.router.weight")}
+def load(routings, name):
+    """The choices [E] that fell on the experts of the router whose bias has this name."""
+    return routings[int(name.split(".")[1])].chosen.sum((0, 1))
 
 
 def routers_losses(routings, labelled, ask):

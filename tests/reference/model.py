@@ -37,8 +37,8 @@ def routed_forward(
 ):
     """Logits [B, T, V], and of each layer that is a mixture, by its number, the Routing.
 
-    Dropout needs the seed, the step and the samples' numbers [B]. experts are the settings of the mixtures, biases
-    those of their routers by layer, and `padding` is the number in `docs` of what is no document.
+    Dropout needs the seed, the step and the samples' numbers [B]. experts: the settings of the mixtures (ffn.py).
+    biases: their routers', by name. padding: the number in `docs` of what is no document.
     """
 
     def drop(x, name):
@@ -65,7 +65,8 @@ def routed_forward(
         ffn = part_of(weights, f"blocks.{i}.ffn.")
         if "router.weight" in ffn:
             routed = torch.ones_like(docs, dtype=torch.bool) if padding is None else docs != padding
-            h, routings[i] = mixture(h, ffn, (biases or {}).get(i), routed, experts)
+            bias = (biases or {}).get(f"blocks.{i}.ffn.router.bias")
+            h, routings[i] = mixture(h, ffn, bias, routed, experts)
         else:
             h = dense(h, ffn["gate.weight"], ffn["up.weight"], ffn["down.weight"])
         x = x + drop(h, f"blocks.{i}.ffn")  # [B, T, D]
