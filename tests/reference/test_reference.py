@@ -231,7 +231,7 @@ def test_a_token_gets_what_its_experts_make_of_it(settings):
             scores = [1 / (1 + math.exp(-logit)) for logit in logits]
             if settings["score"] == "softmax":
                 scores = [math.exp(logit) / sum(map(math.exp, logits)) for logit in logits]
-            best = sorted(range(E), key=lambda e: -(scores[e] + bias[e]))[: settings["choices"]]  # noqa: B023
+            best = sorted(range(E), key=lambda e: -(scores[e] + bias[e]))[: settings["choices"]]
             whole = sum(scores[e] for e in best) if settings["renormalise"] else 1.0
             expected = dense(token, *(weights[f"shared.{name}.weight"] for name in ("gate", "up", "down")))
             for e in best if routed[row, slot] else ():
