@@ -84,8 +84,8 @@ def balance_loss(routing, choices, labelled):
     losses = []
     for row in labelled.nonzero().flatten():
         routed = routing.chosen[row].any(-1)  # [T]
-        n = routed.sum()
-        frequency = routing.chosen[row].sum(0) * E / (choices * n)  # [E]
+        n = int(routed.sum())
+        frequency = routing.chosen[row].sum(0).double() * E / (choices * n)  # [E]
         share = routing.shares[row][routed].sum(0) / n  # [E]
         losses.append((frequency * share).sum())
     return torch.stack(losses).mean() if losses else torch.tensor(0.0, dtype=torch.float64)
