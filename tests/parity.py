@@ -307,21 +307,27 @@ def documents() -> list[np.ndarray]:
     return [numbers.integers(0, VOCAB, length).astype(np.uint8) for length in lengths]
 
 
+Piece = tuple[str, tuple[layout.Box, ...], np.ndarray]  # what a rank has of a tensor: its name, boxes, and values
+
+
 @dataclass(frozen=True)
 class Step:
-    """One step of one rank, in the reference's terms."""
+    """One step of one rank, in the reference's terms: tensors whole by name, or the rank's pieces of them."""
 
     loss: float
     count: int
     grad_norm: float
-    grads: dict[str, Tensor]
-    params: dict[str, Tensor]
+    grads: dict[str, Tensor] | list[Piece]
+    params: dict[str, Tensor] | list[Piece]
     lr: float
     balance: dict[int, float] = field(default_factory=dict)
     z: dict[int, float] = field(default_factory=dict)
     tokens: dict[int, Tensor] = field(default_factory=dict)
     dropped: dict[int, int] = field(default_factory=dict)
-    biases: dict[str, Tensor] = field(default_factory=dict)
+    biases: dict[str, Tensor] | list[Piece] = field(default_factory=dict)
+
+
+Run = tuple[dict[str, Tensor] | list[Piece], list[Step]]  # initial weights, and the steps that were done
 
 
 def stream(documents: list[np.ndarray], context: int) -> Stream:
@@ -330,18 +336,23 @@ def stream(documents: list[np.ndarray], context: int) -> Stream:
 
 
 def train(
-    run: Runtime,
-    config: Config,
-    documents: list[np.ndarray],
-    steps: int,
-    save: Path | None = None,
-    *,
-    equal_bits: bool = True,
+    run: Runtime, config: Config, documents: list[np.ndarray], steps: int, *, equal_bits: bool = True
 ) -> tuple[dict[str, Tensor], list[Step]]:
-    """On each rank: its initial weights and the steps it did, saved at the end into `save`."""
+    """On each rank: its initial weights and the steps it did, whole; of its own a rank has its own. Equal boxes must
+    have equal bits, unless that is not asked for.
+    """
+    mine = pieces(run, config, documents, steps)
+    everyones = comm.all_gather_object(mine, group=run.world) if run.size > 1 else []
+    return together([*everyones, mine], equal_bits)
+
+
+def pieces(
+    run: Runtime, config: Config, documents: list[np.ndarray], steps: int, save: Path | None = None
+) -> tuple[list[Piece], list[Step]]:
+    """On each rank: its pieces of the initial weights and of the steps it did, saved at the end into `save`."""
     trainer = built(run, config, documents)
-    initial = parameters(trainer)
-    done = [one_step(trainer, step, equal_bits) for step in range(steps)]
+    initial = weights(trainer)
+    done = [one_step(trainer, step) for step in range(steps)]
     if save:
         with trainer.checkpoints(save) as checkpoints:
             trainer.save(checkpoints, steps)
@@ -349,7 +360,7 @@ def train(
 
 
 def go_on(run: Runtime, config: Config, documents: list[np.ndarray], steps: int, saved: Path) -> list[Step]:
-    """On each rank: as many steps more, from the latest checkpoint in `saved`."""
+    """On each rank: its pieces of as many steps more, from the latest checkpoint in `saved`."""
     trainer = built(run, config, documents)
     first = trainer.resume(saved).step
     return [one_step(trainer, step) for step in range(first, first + steps)]
@@ -361,55 +372,69 @@ def built(run: Runtime, config: Config, documents: list[np.ndarray]) -> Trainer:
     return Trainer(config, tokens, tokens, run)
 
 
-def parameters(trainer: Trainer) -> dict[str, Tensor]:
-    """The weights that the ranks compute with, by name; of its own a rank has its own."""
-    with trainer.handle.whole():
-        mine = [(param.held.name, param.held.boxes, param.detach().cpu()) for param in trainer.model.parameters()]
-        return put_together(trainer, mine)
-
-
-def gradients(trainer: Trainer) -> dict[str, Tensor]:
-    """The whole gradient by name."""
-    params = trainer.handle.parameters()
-    return put_together(trainer, [(param.held.name, param.held.boxes, param.grad.cpu()) for param in params])
-
-
-def put_together(trainer: Trainer, mine: list[tuple[str, tuple[layout.Box, ...], Tensor]]) -> dict[str, Tensor]:
-    """Whole tensors by name from the boxes of all ranks, this rank's own last; none is asked if its own are whole."""
-    whole_here = all(boxes == (layout.Box.whole(values.shape),) for _, boxes, values in mine)
-    if whole_here and trainer.mesh.size("pp") == 1:
-        return {name: values.clone() for name, _, values in mine}
-    whole = {}
-    arrays = [(name, boxes, values.clone().numpy()) for name, boxes, values in mine]  # pickled much faster
-    for name, boxes, array in itertools.chain(*comm.all_gather_object(arrays, group=trainer.run.world), arrays):
-        values = torch.from_numpy(array)
-        for box, part in zip(boxes, values.flatten().split([box.numel for box in boxes]) if boxes else (), strict=True):
-            known = whole.setdefault(name, torch.full(box.shape, math.nan, dtype=values.dtype))
-            known[box.slices(layout.Box.whole(box.shape))] = part.view(box.local)
-    return whole
-
-
-def one_step(trainer: Trainer, step: int, equal_bits: bool = True) -> Step:
-    """Do a step, in its two halves. Equal boxes must have gradients of equal bits, unless that is not asked for."""
-    params = trainer.handle.parameters()
+def one_step(trainer: Trainer, step: int) -> Step:
+    """Do a step, in its two halves."""
     loss, count, _ = trainer.gradients(step)
-    if equal_bits:
-        layout.check_copies(((param.held, param.grad) for param in params), trainer.run.world)
-    grads = gradients(trainer)
+    params = trainer.handle.parameters()
+    grads = [(param.held.name, param.held.boxes, copied(param.grad)) for param in params]
     norm, lr = trainer.update(step, count)
-    return Step(loss, count, norm, grads, parameters(trainer), lr, **of_mixtures(trainer))
+    return Step(loss, count, norm, grads, weights(trainer), lr, **of_mixtures(trainer))
+
+
+def parameters(trainer: Trainer) -> dict[str, Tensor]:
+    """On each rank the whole weights that the ranks compute with."""
+    return whole(comm.all_gather_object(weights(trainer), group=trainer.run.world))
+
+
+def weights(trainer: Trainer) -> list[Piece]:
+    """A rank's pieces of the weights that it computes with."""
+    with trainer.handle.whole():
+        return [(param.held.name, param.held.boxes, copied(param)) for param in trainer.model.parameters()]
 
 
 def of_mixtures(trainer: Trainer) -> dict[str, Any]:
     """What the trainer tells of the mixtures' step, and their biases after it."""
-    if not trainer.config.model.experts:
-        return {}
-    told = {
+    observed = {
         name: {layer: getattr(seen, name) for layer, seen in trainer.observed.items()}
         for name in ("balance", "z", "tokens", "dropped")
     }
-    biases = [(name, (layout.Box.whole(bias.shape),), bias.cpu()) for name, bias in trainer.biases().items()]
-    return told | {"biases": put_together(trainer, biases)}
+    biases = [(name, (layout.Box.whole(bias.shape),), copied(bias)) for name, bias in trainer.biases().items()]
+    return observed | {"biases": biases}
+
+
+def copied(values: Tensor) -> np.ndarray:
+    return values.detach().cpu().clone().numpy()  # of memory that fsdp does not free
+
+
+def together(ranks: list[Run], equal_bits: bool = True) -> Run:
+    """A run from all ranks' pieces of it; its numbers are the last one's."""
+    initial = whole([initial for initial, _ in ranks], equal_bits)
+    steps = zip(*(done for _, done in ranks), strict=True)
+    return initial, [whole_step(of_ranks, equal_bits) for of_ranks in steps]
+
+
+def whole_step(ranks: Sequence[Step], equal_bits: bool = True) -> Step:
+    """The same of one step."""
+    tensors = {
+        name: whole([getattr(step, name) for step in ranks], equal_bits) for name in ("grads", "params", "biases")
+    }
+    return replace(ranks[-1], **tensors)
+
+
+def whole(ranks: Iterable[list[Piece]], equal_bits: bool = True) -> dict[str, Tensor]:
+    """Whole tensors by name. Where several ranks have the same they must have equal bits, or else the last one's
+    count.
+    """
+    found: dict[str, np.ndarray] = {}
+    for name, boxes, values in itertools.chain(*ranks):
+        parts = np.split(values.ravel(), np.cumsum([box.numel for box in boxes])[:-1])
+        for box, part in zip(boxes, parts, strict=bool(boxes)):
+            known = found.setdefault(name, np.full(box.shape, math.nan, values.dtype))
+            place, ours = box.slices(layout.Box.whole(box.shape)), part.reshape(box.local)
+            same = np.isnan(known[place]) | (known[place] == ours)
+            assert same.all() or not equal_bits, f"{name}: two ranks differ in bits"
+            known[place] = ours
+    return {name: torch.from_numpy(values) for name, values in found.items()}
 
 
 def reference(config: Config, weights: dict[str, Tensor], documents: list[np.ndarray], steps: int) -> list[loop.Record]:
@@ -443,26 +468,29 @@ class Judge:
         The worst share of each kind, and as "resumed" the worst of any kind after it.
         """
         with tempfile.TemporaryDirectory() as folder:
-            ranks = self._run(train, case.first, STEPS, Path(folder))
+            ranks = self._run(pieces, case.first, STEPS, Path(folder))
             resumed = self._run(go_on, case.then, MORE, Path(folder))
+        initial, done = together(ranks)
         one = replace(case.first, mesh=MeshConfig(), parallel=ParallelConfig())
         one = replace(one, train=replace(one.train, microbatches=1))
         if one not in self.known:
-            self.known[one] = ranks[0][0], reference(one, ranks[0][0], self.texts, STEPS + MORE)
-        initial, expected = self.known[one]
-        for weights, _ in ranks:
-            assert all(torch.equal(weights[name], initial[name]) for name in initial), "initial weights differ"
-        before = worst_of([judge(initial, done, expected[:STEPS]) for _, done in ranks])
-        after = worst_of([judge(expected[STEPS - 1].params, done, expected[STEPS:]) for done in resumed])
-        return {**before, "resumed": max(after.values())}
+            self.known[one] = initial, reference(one, initial, self.texts, STEPS + MORE)
+        right, expected = self.known[one]
+        assert all(torch.equal(initial[name], right[name]) for name in right), "initial weights differ"
+        more = [whole_step(of_ranks) for of_ranks in zip(*resumed, strict=True)]
+        before = judge(initial, done, expected[:STEPS])
+        after = judge(expected[STEPS - 1].params, more, expected[STEPS:])
+        said = [numbers(step, right) for _, done in ranks for step, right in zip(done, expected[:STEPS], strict=True)]
+        later = [numbers(step, right) for done in resumed for step, right in zip(done, expected[STEPS:], strict=True)]
+        return {**worst_of([before, *said]), "resumed": max(worst_of([after, *later]).values())}
 
     def _run(self, job: Callable[..., Any], cfg: Config, steps: int, folder: Path) -> list[Any]:
         return self.pool.run(Grid(cfg.mesh).size(), job, cfg, self.texts, steps, folder, timeout=60)
 
 
 def worst_of(shares: list[dict[str, float]]) -> dict[str, float]:
-    """The largest share of each kind over all ranks."""
-    return {kind: max(share[kind] for share in shares) for kind in shares[0]}
+    """The largest share of each kind."""
+    return {kind: max(share.get(kind, 0.0) for share in shares) for kind in KINDS}
 
 
 def judge(initial: dict[str, Tensor], ours: list[Any], reference: list[Any]) -> dict[str, float]:
@@ -472,17 +500,9 @@ def judge(initial: dict[str, Tensor], ours: list[Any], reference: list[Any]) -> 
     worst = dict.fromkeys(KINDS, 0.0)
     before, previous = initial, None
     for step, expected in zip(ours, reference, strict=True):
-        assert step.count == expected.count and step.lr == expected.lr, (
-            step.count,
-            expected.count,
-            step.lr,
-            expected.lr,
-        )
         assert step.grads.keys() == expected.grads.keys()
-        check_equal(step, expected)
-        norm = torch.tensor(step.grad_norm - expected.grad_norm)
-        worst["loss"] = max(worst["loss"], *_losses(step, expected))
-        worst["norm"] = max(worst["norm"], _share(norm, 1e-13 * max(expected.grad_norm, 1e-300)))
+        check_equal(step, expected, "biases")
+        worst = worst_of([worst, numbers(step, expected)])
         largest = max(float(grad.abs().max()) for grad in expected.grads.values())
         for name, grad in expected.grads.items():
             allowed = 1e-12 * float(grad.abs().max()) + 1e-14 * largest
@@ -501,23 +521,29 @@ def judge(initial: dict[str, Tensor], ours: list[Any], reference: list[Any]) -> 
     return worst
 
 
-def check_equal(step: Any, expected: Any) -> None:
-    """Raise AssertionError where counts or biases of mixtures differ at all."""
-    for name in ("tokens", "dropped", "biases"):
-        ours, right = getattr(step, name), getattr(expected, name)
-        assert ours.keys() == right.keys(), f"{name} of {list(ours)}, not of {list(right)}"
-        for which, value in right.items():
-            same = torch.equal(torch.as_tensor(ours[which]).cpu(), torch.as_tensor(value))
-            assert same, f"{name} of {which}: {ours[which]}, not {value}"
+def numbers(step: Any, expected: Any) -> dict[str, float]:
+    """Of what any rank says of a step the share of the error of the losses, those of mixtures too, and of the norm.
 
-
-def _losses(step: Any, expected: Any) -> list[float]:
-    """The shares of the error of the cross-entropy, and of each loss of each mixture."""
-    assert step.balance.keys() == expected.balance.keys() and step.z.keys() == expected.z.keys()
-    pairs = [(step.loss, expected.loss)]
+    Raises AssertionError where a count or the rate is not the same.
+    """
+    assert step.count == expected.count and step.lr == expected.lr, (step.count, expected.count, step.lr, expected.lr)
+    check_equal(step, expected, "tokens")
+    check_equal(step, expected, "dropped")
+    losses = [(step.loss, expected.loss)]
     for name in ("balance", "z"):
-        pairs += [(getattr(step, name)[layer], value) for layer, value in getattr(expected, name).items()]
-    return [_share(torch.tensor(ours - right), 1e-13 * max(right, 1)) for ours, right in pairs]
+        losses += [(getattr(step, name)[layer], right) for layer, right in getattr(expected, name).items()]
+    shares = [_share(torch.tensor(ours - right), 1e-13 * max(right, 1)) for ours, right in losses]
+    norm = torch.tensor(step.grad_norm - expected.grad_norm)
+    return {"loss": max(shares), "norm": _share(norm, 1e-13 * max(expected.grad_norm, 1e-300))}
+
+
+def check_equal(step: Any, expected: Any, name: str) -> None:
+    """Raise AssertionError where the numbers of this name, a table of them, differ at all."""
+    ours, right = getattr(step, name), getattr(expected, name)
+    assert ours.keys() == right.keys(), f"{name} of {list(ours)}, not of {list(right)}"
+    for which, value in right.items():
+        same = torch.equal(torch.as_tensor(ours[which]).cpu(), torch.as_tensor(value))
+        assert same, f"{name} of {which}: {ours[which]}, not {value}"
 
 
 def _share(error: Tensor, allowed: float) -> float:
