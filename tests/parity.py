@@ -105,9 +105,6 @@ AXES = ("pipeline", "context", "fsdp", "tp", "ep", "data")  # more of these are 
 FREE = ("recompute", "microbatches", "dropout", "tied", "train", "mixture")  # whatever the others are; but for `shared`
 
 
-Combination = tuple[tuple[str, Any], ...]  # of some options, each with a value
-
-
 @dataclass(frozen=True)
 class Case:
     """A run to be judged, and the mesh on which it is resumed."""
@@ -135,40 +132,41 @@ def cases(together: int, of_axes: int = 0, ranks: int = 8) -> list[Case]:
 
 def possible(choice: dict[str, Any], ranks: int = 8) -> bool:
     """Whether there is such a run, on at most so many ranks, and no other choice is the same run."""
-    sharded, usual = choice["data"] == "fsdp", usual_ones(choice)
+    sharded = choice["data"] == "fsdp"
     pp, tp, kv_heads = ranks_of(choice, "pipeline"), choice["tp"], choice["kv_heads"]
     cp, method, _ = choice["context"].split()
     return (
-        size(choice) <= ranks
-        and fits(int(cp), method, MODEL.heads // tp, max(1, kv_heads // tp))
-        and sensible(choice)
-        and data_ranks(choice) % choice["ep"] == 0
-        and any(shared(mixture, choice) for mixture in MIXTURES)
-        and (pp > 1 or "reduce_each" in usual)
-        and (pp == 1 or "prefetch" in usual)
+        (pp > 1 or usual(choice, "reduce_each"))
+        and (pp == 1 or usual(choice, "prefetch"))
         and tp in cut.degrees(MODEL.heads, kv_heads)
-        and (tp > 1 or "sequence" in usual)
-        and (choice["sequence"] or (cp != "1" and method == "all_gather") or "save_gathered" in usual)
-        and (sharded or "fsdp" in usual)
-        and (sharded or pp > 1 or "reshard" in usual)
+        and (tp > 1 or usual(choice, "sequence"))
+        and (choice["sequence"] or (cp != "1" and method == "all_gather") or usual(choice, "save_gathered"))
+        and (sharded or usual(choice, "fsdp"))
+        and (sharded or pp > 1 or usual(choice, "reshard"))
+        and sensible(choice)
+        and fits(int(cp), method, MODEL.heads // tp, max(1, kv_heads // tp))
+        and any(shared(mixture, choice) for mixture in MIXTURES)
+        and data_ranks(choice) % choice["ep"] == 0
+        and size(choice) <= ranks
     )
 
 
 def sensible(choice: dict[str, Any]) -> bool:
     """Whether each setting of the data strategy is one that it has, whatever the mesh."""
-    data, usual = choice["data"], usual_ones(choice)
+    data = choice["data"]
     return (
         data != "auto"
-        and ("reduce_each" in usual or data in ("zero3", "fsdp"))
-        and ("prefetch" in usual or data == "fsdp")
-        and ("reshard" in usual or data in ("zero3", "fsdp"))
-        and ("cap" in usual or data not in ("naive", "zero3", "fsdp"))
+        and (usual(choice, "reduce_each") or data in ("zero3", "fsdp"))
+        and (usual(choice, "prefetch") or data == "fsdp")
+        and (usual(choice, "reshard") or data in ("zero3", "fsdp"))
+        and (usual(choice, "cap") or data not in ("naive", "zero3", "fsdp"))
     )
 
 
-def usual_ones(choice: dict[str, Any]) -> set[str]:
-    """The options of WHERE that are as they are where nobody asks for another."""
-    return {name for name, values in WHERE.items() if choice.get(name, values[0]) == values[0]}
+def usual(choice: dict[str, Any], name: str) -> bool:
+    """Whether an option of WHERE is as it is where nobody asks for another."""
+    usual = WHERE[name][0]
+    return choice.get(name, usual) == usual
 
 
 def ranks_of(choice: dict[str, Any], option: str) -> int:
@@ -265,33 +263,47 @@ def covering(options: dict[str, Sequence[Any]], together: int, of_axes: int, ran
     with most combinations that have not occurred.
     """
     draw, all_rows = random.Random(0), rows(ranks)
-    missing: dict[Combination, None] = {}  # in order
-    names_together = combinations(options, together, of_axes)
-    for names in names_together:
-        limited, free = [[name for name in names if (name in FREE) == kind] for kind in (False, True)]
-        needed = [*limited, *(("ep", "tp", "sequence") if "mixture" in free else ())]
-        for values in dict.fromkeys(tuple(row[name] for name in needed) for row in all_rows):
-            for others in itertools.product(*(options[name] for name in free)):
-                known = dict(zip([*needed, *free], [*values, *others], strict=True))
-                if "mixture" not in known or shared(known["mixture"], known):
-                    missing[tuple((name, known[name]) for name in names)] = None
+    having = {
+        name: {value: {i for i, row in enumerate(all_rows) if row[name] == value} for value in values}
+        for name, values in options.items()
+        if name not in FREE
+    }  # the numbers of rows
+    having["mixture"] = {mixture: {i for i, row in enumerate(all_rows) if shared(mixture, row)} for mixture in MIXTURES}
+    missing = {names: occurring(options, names, all_rows) for names in combinations(options, together, of_axes)}
     taken = []
     while missing:
-        wanted = dict(next(iter(missing)))
-        fitting = [row for row in all_rows if all(row[name] == value for name, value in wanted.items() if name in row)]
-        fitting = [row for row in fitting if "mixture" not in wanted or shared(wanted["mixture"], row)]
+        names, values = next((names, next(iter(left))) for names, left in missing.items())
+        wanted = dict(zip(names, values, strict=True))
+        fitting = [having[name][value] for name, value in wanted.items() if name in having]
+        numbers = sorted(set.intersection(*fitting)) if fitting else range(len(all_rows))
         drawn = []
-        for row in draw.choices(fitting, k=20):
-            mixtures = [mixture for mixture in options["mixture"] if shared(mixture, row)]
-            known = row | {name: draw.choice(mixtures if name == "mixture" else options[name]) for name in FREE}
-            drawn.append({name: wanted.get(name, known[name]) for name in options})
-        new = [[tuple((name, choice[name]) for name in names) for names in names_together] for choice in drawn]
-        new = [[each for each in occurring if each in missing] for occurring in new]
-        best = max(range(len(drawn)), key=lambda i: len(new[i]))
-        taken.append(drawn[best])
-        for each in new[best]:
-            del missing[each]
+        for i in draw.choices(numbers, k=20):
+            free = options | {"mixture": [mixture for mixture in options["mixture"] if i in having["mixture"][mixture]]}
+            known = all_rows[i] | {name: draw.choice(free[name]) for name in FREE} | wanted
+            drawn.append({name: known[name] for name in options})
+        taken.append(max(drawn, key=lambda choice: sum(_of(choice, names) in left for names, left in missing.items())))
+        for names, left in list(missing.items()):
+            left.pop(_of(taken[-1], names), None)
+            if not left:
+                del missing[names]
     return taken
+
+
+def occurring(options: dict[str, Sequence[Any]], names: Iterable[str], all_rows: list[dict[str, Any]]) -> dict:
+    """All combinations of values that these options have together, in order."""
+    limited, free = [[name for name in names if (name in FREE) == kind] for kind in (False, True)]
+    needed = [*limited, *(("ep", "tp", "sequence") if "mixture" in free else ())]
+    found = {}
+    for values in dict.fromkeys(_of(row, needed) for row in all_rows):
+        for others in itertools.product(*(options[name] for name in free)):
+            known = dict(zip([*needed, *free], [*values, *others], strict=True))
+            if "mixture" not in known or shared(known["mixture"], known):
+                found[_of(known, names)] = None
+    return found
+
+
+def _of(choice: dict[str, Any], names: Iterable[str]) -> tuple[Any, ...]:
+    return tuple([choice[name] for name in names])
 
 
 def combinations(options: Iterable[str], together: int, of_axes: int) -> list[tuple[str, ...]]:
