@@ -278,9 +278,15 @@ def worst(case, ranks):
         for name, (boxes, grad) in ours.grads.items():
             allowed = float(grads[name].abs().max()) + 0.01 * largest
             share = max(share, near(grad, held_part(boxes, grads[name]), allowed))
-        share = max(share, near(ours.seen.balance, result.balance.item()), near(ours.seen.z, result.z.item()))
-        share = max(share, near(ours.seen.entropy, result.entropy))
+        share = max(share, *observed(case, ours.seen, result))
     return share
+
+
+def observed(case, seen, result):
+    """A loss whose coefficient is zero is not computed."""
+    yield near(seen.balance, result.balance.item() if case.layer.balance else 0.0)
+    yield near(seen.z, result.z.item() if case.layer.z else 0.0)
+    yield near(seen.entropy, result.entropy)
 
 
 def same_choices(case, ranks):

@@ -1,5 +1,6 @@
 """A small model with two mixtures, trained by one plain process and by ranks that share its experts."""
 
+import contextlib
 import functools
 from dataclasses import dataclass, replace
 
@@ -131,7 +132,7 @@ class Tiny(nn.Module):
         return self.head(x)
 
 
-def trained(run, training, change):
+def trained(run, training, change=contextlib.nullcontext):
     """Of each step what this rank has: (its part of the cross-entropy, gradients before clipping, norm, values, choices
     of each layer, those that were dropped).
     """
@@ -185,7 +186,7 @@ def worst(training, ranks):
             assert [set().union(*of_layer) for of_layer in zip(*everyones, strict=True)] == right
         share = max(share, near(sum(parts) / training.case.tp, cross))
         for _, ours, norm_of_all, updated, *_ in of_ranks:
-            share = max(share, near(norm_of_all, total), gradient_error(ours, grads))
-            share = max(share, update_error(updated, values, before))
+            share = max(share, near(norm_of_all, total), gradient_error(ours, grads, ()))
+            share = max(share, update_error(updated, values, before, ()))
         before = values
     return share
