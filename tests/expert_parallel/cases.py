@@ -6,14 +6,12 @@ import contextlib
 import functools
 import math
 from dataclasses import dataclass, replace
-from unittest import mock
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from collectives import comm, layout
-from collectives.algorithms import direct
+from collectives import layout
 from collectives.partials import sum_partials
 from context_parallel import slots
 from expert_parallel import Losses, MoE, Sequences, cut_hidden, observe
@@ -311,22 +309,3 @@ def near(ours, right, size=1.0):
 def held_part(boxes, whole):
     [box] = boxes
     return whole[tuple(slice(start, start + n) for start, n in zip(box.offset, box.local, strict=True))]
-
-
-# -- the collectives by our own sends and receives ---------------------------------------------------------------------
-
-
-def all_reduce(tensor, op=comm.SUM, *, group, async_op=False, ordered=False):
-    return direct.all_reduce(tensor, op, group=group, async_op=async_op)
-
-
-@contextlib.contextmanager
-def written_out():
-    """Of any size, for tests/ordered.py."""
-    with mock.patch.multiple(
-        comm,
-        all_reduce=all_reduce,
-        all_gather_single=direct.all_gather,
-        all_to_all_single=direct.all_to_all,
-    ):
-        yield

@@ -246,6 +246,9 @@ def test_follow_load(dtype):
     follow_load(bias, torch.tensor([1, 1, 1, 1]), 0.125)
     follow_load(bias, torch.tensor([0, 0, 0, 0]), 0.125)
     assert kept.tolist() == [0.375, 0.0, -0.125, 0.0]
+    follow_load(bias.zero_(), torch.tensor([2**24 + 1, 2**24, 2**24, 2**24 - 1]), 0.1)  # float32 has no 2²⁴ + 1
+    tenth = torch.tensor(0.1, dtype=dtype).item()
+    assert kept.tolist() == [-tenth, 0.0, 0.0, tenth]
 
 
 def test_a_bias_evens_out_the_load():

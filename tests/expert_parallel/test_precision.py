@@ -38,8 +38,8 @@ def error(case, results):
 @pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.parametrize("mesh", [(2, 2), (3, 3), (4, 4), (4, 2)])
 def test_as_near_as_one_rank(pool, name, mesh, dtype, most):
-    """Choices are the same, and so is the error; of gradients that are sums over ranks that of data parallelism, which
-    rounds each rank's term.
+    """Choices are the same, and so is the error; of gradients that are sums over ranks at most twice that, or that of
+    data parallelism alone: each rank's term is rounded.
     """
     case = Case(LAYERS[name], *mesh, dtype=dtype)
     cases = case, one_rank(case), replace(case, ep=1)
@@ -49,7 +49,7 @@ def test_as_near_as_one_rank(pool, name, mesh, dtype, most):
     for what, off in ours.items():
         whole = what in ("y", "dx") or (what.startswith("experts") and case.ep == case.ranks)
         assert single[what] < most, what
-        assert off <= 1.1 * (single[what] if whole else max(single[what], data[what])) + 1e-9, what
+        assert off <= (1.1 * single[what] if whole else 2 * max(single[what], data[what])), what
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

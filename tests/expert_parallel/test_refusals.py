@@ -1,10 +1,12 @@
 """What does not fit is refused: one clear line that names the values and the remedy, before any message."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from expert_parallel import Experts, MoE, Router, cut_experts, cut_hidden
-from tests.expert_parallel.cases import Case, distributed, made
+from expert_parallel import Experts, Losses, MoE, Router, cut_experts, cut_hidden
+from tests.expert_parallel.cases import Case, distributed, made, sequences
 from tests.expert_parallel.reference import Layer
 from tests.recorder import recording
 
@@ -17,9 +19,14 @@ LINES = {  # what is done → its message
     "an unknown score": (lambda: MoE(4, 4, 8, score="tanh"), "score='tanh' is unknown: use softmax or sigmoid"),
     "no capacity": (lambda: MoE(4, 4, 8, capacity=0.0), "capacity=0.0 must be positive; None drops no token"),
     "a negative capacity": (lambda: MoE(4, 4, 8, capacity=-1.0), "capacity=-1.0 must be positive; None drops no token"),
+    "an unknown balance": (lambda: Losses(over="row"), "over='row' is unknown: use sequence or batch"),
     "tokens without rows": (
         lambda: MoE(4, 4, 8)(torch.zeros(3, 4)),
-        "x of shape [3, 4] is no rows of tokens: give it as [B, T, D]",
+        "x of shape [3, 4] is no rows of tokens of width 4: give it as [B, T, 4]",
+    ),
+    "another width": (
+        lambda: MoE(4, 4, 8)(torch.zeros(2, 3, 5)),
+        "x of shape [2, 3, 5] is no rows of tokens of width 4: give it as [B, T, 4]",
     ),
 }
 
@@ -97,17 +104,49 @@ def test_experts_on_the_meta_device(pool):
     assert pool.run(4, meta) == [({(2, 6, 4), (2, 4, 6)}, {"meta"})] * 4
 
 
-def short_rows(run):
-    """Tokens of one row more than is said of them."""
-    case = Case(Layer(), run.size, run.size)
-    moe = distributed(run, case)
-    from tests.expert_parallel.cases import sequences  # noqa: PLC0415
+WRONG = {  # what is changed of x [4, 4, 6] and its sequences, on two ranks that cut rows → text
+    "fewer tokens": (
+        lambda x, where: (x[:, 1:], where),
+        "x of shape [4, 3, 6] and its sequences differ: routed [4, 4] and counted [4]",
+    ),
+    "fewer rows": (
+        lambda x, where: (x[:1], where),
+        "x of shape [1, 4, 6] and its sequences differ: routed [4, 4] and counted [4]",
+    ),
+    "one row for all": (
+        lambda x, where: (x, replace(where, routed=where.routed[:1])),
+        "x of shape [4, 4, 6] and its sequences differ: routed [1, 4] and counted [4]",
+    ),
+    "rows of another number are counted": (
+        lambda x, where: (x, replace(where, counted=where.counted[:3])),
+        "x of shape [4, 4, 6] and its sequences differ: routed [4, 4] and counted [3]",
+    ),
+    "no slots": (
+        lambda x, where: (x, replace(where, slots=None)),
+        "rows are cut over 2 ranks: give slots [2, 4] of all, not None",
+    ),
+    "slots of this rank": (
+        lambda x, where: (x, replace(where, slots=where.slots[0])),
+        "rows are cut over 2 ranks: give slots [2, 4] of all, not [4]",
+    ),
+    "whole rows": (lambda x, where: (x, None), "rows are cut over 2 ranks: give slots [2, 4] of all, not None"),
+}
 
-    return moe(torch.zeros(2, 9, 6, dtype=torch.float64), sequences(case, 0, torch.arange(2)))
+
+def wrong(run, name):
+    case = Case(Layer(capacity=1.0), 2, 2, 2, T=8)
+    moe, rows = distributed(run, case), torch.arange(4)
+    given = WRONG[name][0](torch.zeros(4, 4, 6, dtype=torch.float64), sequences(case, run.rank, rows))
+    return refused(run, lambda run: moe(*given))
 
 
-def test_an_unknown_module_is_no_part_of_a_plain_layer():
-    """The names of parameters are those of a checkpoint."""
+@pytest.mark.parametrize("name", WRONG)
+def test_tokens_and_sequences_that_do_not_fit(pool, name):
+    assert pool.run(2, wrong, name) == [(WRONG[name][1], 0)] * 2
+
+
+def test_the_names_of_its_parameters():
+    """Which are those of a checkpoint."""
     names = [name for name, _ in made(Layer(shared=3, bias=(0.0,) * 12)).state_dict().items()]
     experts = ["experts.gate", "experts.up", "experts.down"]
     shared = ["shared.gate.weight", "shared.up.weight", "shared.down.weight"]
