@@ -84,4 +84,5 @@ def follow_load(bias: Tensor, tokens: Tensor, rate: float) -> None:
     """Once a step: move the router's bias [E], in place, against the load: the choices [E] of the whole global batch,
     the same on every rank, and so the biases stay equal.
     """
-    bias += rate * torch.sign(tokens.sum() - len(tokens) * tokens)  # of integers, exactly
+    below = torch.sign(tokens.sum() - len(tokens) * tokens)  # of integers, exactly
+    bias += rate * below.to(bias.dtype)
