@@ -8,7 +8,6 @@ from unittest import mock
 import pytest
 import torch
 
-from collectives import comm
 from expert_parallel import balance, cut, dispatch, exchange, experts, moe, router, sequences
 from expert_parallel.dispatch import Dispatch
 from expert_parallel.exchange import Exchange
