@@ -37,7 +37,7 @@ def error(case, results):
 @pytest.mark.parametrize(("dtype", "most"), [(torch.float32, 1e-6), (torch.bfloat16, 2e-2)])
 @pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.parametrize(
-    "mesh", [(3, 3), (4, 2), *[pytest.param(mesh, marks=pytest.mark.drill) for mesh in ((2, 2), (4, 4), (6, 3))]]
+    "mesh", [(3, 3), (4, 2), *[pytest.param(mesh, marks=pytest.mark.drill) for mesh in ((2, 2), (4, 4))]]
 )
 def test_as_near_as_one_rank(pool, name, mesh, dtype, most):
     """Choices are the same, and so is the error; of gradients that are sums over ranks at most twice that, or that of

@@ -27,7 +27,7 @@ def runs():
         yield pytest.param(mesh, name, optimizer, marks=() if often else pytest.mark.drill)
 
 
-@pytest.mark.parametrize(("mesh", "name", "optimizer"), runs())
+@pytest.mark.parametrize(("mesh", "name", "optimizer"), list(runs()))
 def test_a_model_is_trained_as_by_one_process(pool, name, mesh, optimizer):
     """Three clipped steps: gradients before clipping, the norm, values after, choices and drops of both layers. One
     row has no token, one no label, one rank no rows.
