@@ -105,8 +105,13 @@ def counted(run, case):
 
 
 @pytest.mark.parametrize("mesh", [(2, 2, 1), (3, 3, 1), (4, 4, 1), (4, 2, 1), (4, 2, 2), (4, 4, 2)])
-@pytest.mark.parametrize("layer", [Layer(width=32), Layer(capacity=0.5), Layer(choices=1), Layer(choices=3)])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize(
+    ("layer", "dtype"),
+    [
+        *[(layer, torch.float64) for layer in (Layer(width=32), Layer(capacity=0.5), Layer(choices=1))],
+        *[(Layer(choices=3), torch.float32), (Layer(), torch.bfloat16)],
+    ],
+)
 def test_elements_are_the_formula(pool, layer, mesh, dtype):
     """There and back, forward and backward: tokens · k · D, those that leave. Exactly, of each rank; and four times the
     share that leaves, of all. What is gathered stands in rows of its own.

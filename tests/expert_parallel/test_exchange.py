@@ -1,6 +1,7 @@
 """The exchange by itself, and in the layer: values and gradients, the order of launches, a backward in halves."""
 
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -155,6 +156,26 @@ def told(run, case):
 
 FORWARD = "start <shared shared> wait <experts experts> start wait"
 BACKWARD = "start wait <dexperts dexperts> start <dshared dshared> wait"
+
+
+def waited_at_once(run, case):
+    """As a plain all_to_all, in front of the shared expert."""
+    true_start, true_wait = Exchange.__init__, Exchange.wait
+
+    def start(exchange, *args, **kwargs):
+        true_start(exchange, *args, **kwargs)
+        exchange.came = true_wait(exchange)
+
+    with mock.patch.multiple(Exchange, __init__=start, wait=lambda exchange: exchange.came):
+        return told(run, case)
+
+
+def test_without_overlap_the_story_is_another(pool):
+    [story, _] = pool.run(2, waited_at_once, CASE)
+    assert story == (
+        "start wait <shared shared> <experts experts> start wait | "
+        "start wait <dexperts dexperts> <dshared dshared> start wait"
+    )
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])

@@ -15,9 +15,13 @@ from tests.expert_parallel.reference import Layer
 from tests.recorder import recording
 
 BIAS = tuple(0.4 * (-1) ** e for e in range(12))
+DRILL = pytest.mark.drill
 MESHES = [(1, 1), (2, 2), (3, 3), (4, 4), (2, 1), (4, 2)]  # dp = ep, and dp = 2·ep
-LARGE = [pytest.param(6, 3, marks=pytest.mark.drill), pytest.param(8, 4, marks=pytest.mark.drill)]
-CUT = [(2, 1, 2), (2, 2, 2), (3, 3, 3), (3, 1, 3), (4, 2, 2), (4, 4, 2), (4, 1, 4), (4, 4, 4)]  # ranks, ep, cp
+LARGE = [pytest.param(6, 3, marks=DRILL), pytest.param(8, 4, marks=DRILL)]
+CUT = [  # ranks, ep, cp
+    *[(2, 1, 2), (2, 2, 2), (3, 3, 3), (4, 2, 2), (4, 4, 2)],
+    *[pytest.param(mesh, marks=DRILL) for mesh in ((3, 1, 3), (4, 1, 4), (4, 4, 4), (6, 3, 2), (6, 6, 3), (8, 4, 2))],
+]
 LAYERS = {
     "top-1": Layer(choices=1, renormalise=False),
     "top-1, weights are one": Layer(choices=1),
@@ -52,7 +56,7 @@ def test_cases_with_capacity_drop_some_and_not_all():
 
 
 @pytest.mark.parametrize("name", ["top-2 within capacity", "sigmoid, bias, capacity", "by batch"])
-@pytest.mark.parametrize("order", ["contiguous", "zigzag", "striped"])
+@pytest.mark.parametrize("order", ["zigzag", "striped", pytest.param("contiguous", marks=DRILL)])
 @pytest.mark.parametrize("mesh", CUT)
 def test_rows_that_are_cut(pool, name, mesh, order):
     """T = 7 divides by none of them, so there is padding; the ranks of a row share experts, or do not."""

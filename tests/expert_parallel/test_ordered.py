@@ -93,7 +93,7 @@ true_return = exchange._Arrive.backward
         (exchange._Depart, "backward", staticmethod(never_waited), "without waiting"),
         (Exchange, "finish", read_too_early, "without waiting|in flight"),
         (Exchange, "start", changed_while_they_travel, "changed while it was in flight"),
-        (exchange._Arrive, "backward", staticmethod(one_rank_returns_nothing), "rank"),
+        (exchange._Arrive, "backward", staticmethod(one_rank_returns_nothing), "rank 0 posted"),
     ],
 )
 def test_what_is_wrong_in_flight_shows(where, name, change, text):

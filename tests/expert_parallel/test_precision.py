@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.expert_parallel.cases import Case, one_rank, outcome, same_choices, true
+from tests.expert_parallel.cases import Case, distributed, one_rank, outcome, part, same_choices, sequences, true
 from tests.expert_parallel.reference import Layer
 
 LAYERS = {
@@ -36,7 +36,9 @@ def error(case, results):
 
 @pytest.mark.parametrize(("dtype", "most"), [(torch.float32, 1e-6), (torch.bfloat16, 2e-2)])
 @pytest.mark.parametrize("name", LAYERS)
-@pytest.mark.parametrize("mesh", [(2, 2), (3, 3), (4, 4), (4, 2)])
+@pytest.mark.parametrize(
+    "mesh", [(3, 3), (4, 2), *[pytest.param(mesh, marks=pytest.mark.drill) for mesh in ((2, 2), (4, 4))]]
+)
 def test_as_near_as_one_rank(pool, name, mesh, dtype, most):
     """Choices are the same, and so is the error; of gradients that are sums over ranks at most twice that, or that of
     data parallelism alone: each rank's term is rounded.
@@ -56,6 +58,29 @@ def test_as_near_as_one_rank(pool, name, mesh, dtype, most):
 def test_results_have_the_dtype_of_what_they_belong_to(pool, dtype):
     for ours in pool.run(2, outcome, Case(Layer(shared=4), 2, 2, dtype=dtype)):
         assert {ours.y.dtype, ours.dx.dtype, *(grad.dtype for _, grad in ours.grads.values())} == {dtype}
+
+
+def under_autocast(run, case, enabled):
+    """(y, dx, gradients of the experts, choices)"""
+    moe, [rows] = distributed(run, case), case.rows(run.rank)
+    x, dout = (part(tensor, rows, case.mine(run.rank), 0.0) for tensor in case.tensors())
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
+        y = moe(x.requires_grad_(), sequences(case, run.rank, rows))
+    y.backward(dout.to(y.dtype))
+    return y.detach(), x.grad, moe.experts.up.grad, moe.router.weight.grad, moe.record.calls[0][0]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_under_autocast_choices_stay_those_of_float32(pool, ranks):
+    """The experts compute in bf16; gradients are float32, of what is float32."""
+    case = Case(Layer(choices=3, shared=4, capacity=1.0), ranks, ranks, dtype=torch.float32)
+    low, high = (pool.run(ranks, under_autocast, case, enabled) for enabled in (True, False))
+    for (*ours, choices), (*right, true_choices) in zip(low, high, strict=True):
+        assert torch.equal(choices, true_choices)
+        assert {x.dtype for x in ours[1:]} == {torch.float32}
+        for one, other in zip(ours, right, strict=True):
+            assert float((one - other).norm()) <= 0.02 * float(other.norm())
+    assert any(not torch.equal(a[0], b[0]) for a, b in zip(low, high, strict=True))
 
 
 def same_rows(run, case):

@@ -11,6 +11,7 @@ from tests.expert_parallel.cases import mine_of
 from tests.recorder import recording
 
 N = NOBODY
+Y, X = True, False
 CUTS = [(size, order) for size in (2, 3, 4) for order in ("contiguous", "zigzag", "striped")]
 
 
@@ -30,6 +31,26 @@ def test_whole_rows_of_nothing():
     none = Sequences.whole(torch.zeros(2, 0, 2))
     assert none.counted.tolist() == [False, False] and int(none.tokens) == 0
     assert Sequences.whole(torch.zeros(0, 5, 2)).routed.shape == (0, 5)
+
+
+def test_of_what_is_a_token():
+    """Two rows of which one has none, and one that is not counted."""
+    routed = torch.tensor([[Y, Y, X], [X, X, X], [Y, X, X]])
+    rows = Sequences.of(routed, torch.tensor([True, False, False]))
+    assert (rows.length, int(rows.rows), int(rows.tokens), rows.slots) == (3, 1, 3, None)
+
+
+def test_the_part_of_a_rank():
+    """Slots beyond the end are no tokens; what is counted stays that of whole rows."""
+    routed = torch.tensor([[Y, Y, Y, Y, X], [X, Y, X, Y, Y]])
+    whole = Sequences.of(routed, routed.any(1))
+    everyones = torch.tensor([[0, 1, 6, 7], [2, 3, 4, 5]])
+    parts = [whole.cut(everyones, rank) for rank in range(2)]
+    assert parts[0].routed.tolist() == [[Y, Y, X, X], [X, Y, X, X]]
+    assert parts[1].routed.tolist() == [[Y, Y, X, X], [X, Y, Y, X]]
+    for part in parts:
+        assert (part.length, int(part.rows), int(part.tokens)) == (5, 2, 7)
+        assert part.slots is everyones and part.counted.all()
 
 
 # -- cut rows ----------------------------------------------------------------------------------------------------------
@@ -80,7 +101,6 @@ def kept(run, order, row, room):
     return within(whole, chosen(whole, 3), room)[0, mine, 0].tolist()
 
 
-Y, X = True, False
 ROW = [0, 0, 1, 0, N, 0, 1, 1]  # two of each find room: slots 0, 1 and 2, 6
 TYPED = {  # (order, ranks) → of each rank, in the order of its slots
     ("contiguous", 2): [[Y, Y, Y, X], [X, X, Y, X]],
