@@ -1,0 +1,215 @@
+"""Loads, seen: a router that begins with a few experts, trained as it is and with each remedy.
+
+    python -m expert_parallel.loads                       4 local ranks
+    python -m expert_parallel.loads --figure loads.png    as a picture too; needs matplotlib
+
+Tokens are of 24 kinds, frequent and rare ones, and each row is about four of them. The task, for each kind, is a matrix
+to be multiplied with. Twelve experts are shared by all ranks; the router's first weights favour three, which are those
+of rank 0 of four. The coefficients are larger than a model's, since there are 40 steps to see them work. What a rank
+computes, and the processor time it takes for it, forward and backward, are of the last ten. Lecture A, "Expert
+Parallel": "특정 expert에 token이 몰리면 capacity overflow와 straggler가 생깁니다".
+"""
+
+import statistics
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from collectives import comm, demo
+from collectives.demo import Demo
+from collectives.runtime import Runtime
+from expert_parallel.balance import follow_load
+from expert_parallel.moe import Losses, MoE
+from expert_parallel.observe import Observation, observe
+from expert_parallel.sequences import Sequences
+
+D, F, E, CHOICES = 64, 512, 12, 2
+KINDS, FAVOURED, FAVOUR = 24, 3, 3.0
+ROWS, T = 16, 64  # of a step, all ranks together
+STEPS, LAST, RATE = 40, 10, 0.01
+COEFFICIENT, BIAS_RATE, CAPACITY = 0.1, 0.02, 1.25
+FIGURE = "the loads of experts by step, and the work of ranks,"
+
+
+class Course(NamedTuple):
+    """A training."""
+
+    name: str
+    chosen: list[Observation]  # of each step
+    computed: list[list[int]]  # [steps][E] rows, what was dropped is not among them
+    errors: list[float]  # mean squares, relative to those of the answers
+    seconds: list[float]  # of each rank's processor, the last steps together
+
+    def rows(self) -> list[int]:
+        """Of each rank, the last steps together."""
+        experts = [sum(step[e] for step in self.computed[-LAST:]) for e in range(E)]
+        mine = E // len(self.seconds)
+        return [sum(experts[first : first + mine]) for first in range(0, E, mine)]
+
+    def __str__(self) -> str:
+        """A line of the table."""
+        chosen = [imbalance(step.tokens.tolist()) for step in (self.chosen[0], self.chosen[-1])]
+        # IDEA: all ranks wait for the one with most to compute, so what counts is not the mean but max over mean.
+        ranks = [imbalance(self.rows()), imbalance(self.seconds)]
+        last = self.chosen[-LAST:]
+        shares = [statistics.mean(step.overflow for step in last), statistics.mean(step.entropy for step in last)]
+        cells = "".join(f"{each:10.2f}" for each in (*chosen, *ranks))
+        return f"{self.name:16}{cells}{shares[0]:10.1%}{shares[1]:10.2f}{statistics.mean(self.errors[-LAST:]):10.3f}"
+
+
+HEADER = f"""
+{"max / mean":16}{"chosen, of experts":>20}{"a rank's work":>20}{"":>10}{"entropy":>10}{"error":>10}
+{"":16}{"first":>10}{"last step":>10}{"rows":>10}{"seconds":>10}{"dropped":>10}{"nats":>10}{"":>10}"""
+
+
+def work(run: Runtime, show: Demo) -> None:
+    """All of it."""
+    found = courses(run)
+    if run.rank == 0:
+        tell(found, show.figure)
+
+
+def methods(run: Runtime) -> dict[str, Mapping[str, Any]]:
+    """Settings of the layer."""
+    nothing = {"losses": Losses(balance=0.0)}
+    return {
+        "nothing": nothing,
+        "sequence loss": {"losses": Losses(balance=COEFFICIENT)},
+        "batch loss": {"losses": Losses(balance=COEFFICIENT, over="batch", statistics=run.world)},
+        "loss-free bias": {**nothing, "biased": True},
+        f"capacity {CAPACITY}": {**nothing, "capacity": CAPACITY},
+    }
+
+
+def courses(run: Runtime) -> list[Course]:
+    """Each method from the same beginning, on the same tokens. Collective."""
+    return [train(run, name, settings) for name, settings in methods(run).items()]
+
+
+# -- the task ----------------------------------------------------------------------------------------------------------
+
+
+class Task:
+    """Tokens [B, T, D] and what is asked for, [B, T, D]."""
+
+    def __init__(self) -> None:
+        draw = torch.Generator().manual_seed(0)
+        self.centres = torch.randn(KINDS, D, generator=draw)
+        self.centres[:, 0] = 1.0  # all tokens have this in common, and by it a router can favour experts
+        self.matrices = torch.randn(KINDS, D, D, generator=draw) / D**0.5
+        self.frequency = 1 / torch.arange(1, KINDS + 1)
+
+    def batch(self, step: int) -> tuple[Tensor, Tensor]:
+        """Of all ranks: the same on each of them."""
+        draw = torch.Generator().manual_seed(step)
+        about = torch.multinomial(self.frequency.expand(ROWS, -1), 4, generator=draw)  # [B, 4]
+        kinds = about.gather(1, torch.randint(4, (ROWS, T), generator=draw))  # [B, T]
+        x = self.centres[kinds] + 0.3 * torch.randn(ROWS, T, D, generator=draw)
+        x[..., 0] = 1.0
+        return x, (self.matrices[kinds] @ x.unsqueeze(-1)).squeeze(-1)
+
+
+def made(run: Runtime, settings: Mapping[str, Any]) -> MoE:
+    """The layer, which favours some experts."""
+    torch.manual_seed(0)
+    layer = MoE(D, F, E, choices=CHOICES, **settings)
+    with torch.no_grad():
+        layer.router.weight[:FAVOURED, 0] += FAVOUR
+    layer.distribute(run.world)
+    return layer
+
+
+# -- training ----------------------------------------------------------------------------------------------------------
+
+
+def train(run: Runtime, name: str, settings: Mapping[str, Any]) -> Course:
+    """A layer on all ranks. Collective."""
+    task, layer = Task(), made(run, settings)
+    optimizer = torch.optim.AdamW(layer.parameters(), RATE)
+    seen, computed, errors, seconds = [], [], [], []
+    layer.experts.register_forward_pre_hook(lambda _, args: computed.append(list(args[1])))
+    for step in range(STEPS):
+        x, answer = (each.tensor_split(run.size)[run.rank] for each in task.batch(step))
+        before = time.process_time()
+        errors.append(squares(layer, x, answer))
+        seconds.append(time.process_time() - before)
+        comm.all_reduce(layer.router.weight.grad, group=run.world)  # experts have seen the tokens of all ranks
+        seen += observe([layer.record], run.device, group=run.world)
+        if layer.router.bias is not None:
+            follow_load(layer.router.bias, seen[-1].tokens, BIAS_RATE)
+        optimizer.step()
+        optimizer.zero_grad()
+    everyones = comm.all_gather_object((computed, errors, sum(seconds[-LAST:])), group=run.world)
+    by_rank, terms, seconds = zip(*everyones, strict=True)
+    rows = [[count for mine in step for count in mine] for step in zip(*by_rank, strict=True)]
+    return Course(name, seen, rows, [sum(each) for each in zip(*terms, strict=True)], list(seconds))
+
+
+def squares(layer: MoE, x: Tensor, answer: Tensor) -> float:
+    """Forward and backward; this rank's part of the error."""
+    sequences = replace(Sequences.whole(x), rows=torch.tensor(ROWS), tokens=torch.tensor(ROWS * T))
+    loss = (layer(x, sequences) - answer).square().sum() / (ROWS * T * D)
+    loss.backward()
+    return loss.item()
+
+
+# -- for a person ------------------------------------------------------------------------------------------------------
+
+
+def imbalance(work: Sequence[float]) -> float:
+    """Max over mean."""
+    return max(work) / statistics.mean(work)
+
+
+def shade(load: float) -> str:
+    """A letter for a load relative to the mean."""
+    return " ░▒▓█"[sum(load >= limit for limit in (0.25, 0.75, 1.5, 3.0))]
+
+
+def tell(found: Sequence[Course], figure: Path | None) -> None:
+    """Maps side by side, the table, the picture."""
+    width = STEPS // 2 + 2
+    print("\nrows that an expert computes, by step; of the mean: ░ a quarter, ▒ 3/4, ▓ 3/2, █ 3 times, or more")
+    print(f"{'':11}" + "".join(f"{course.name:{width}}" for course in found))
+    for e in range(E):
+        maps = ("".join(shade(step[e] * E / sum(step)) for step in course.computed[::2]) for course in found)
+        print(f"expert {e:2}  " + "".join(f"|{each}|" for each in maps))
+    print(HEADER, *found, sep="\n")
+    if figure:
+        draw(figure, found)
+
+
+def draw(path: Path, found: Sequence[Course]) -> None:
+    """The maps, and below each the processor time of ranks; needs matplotlib."""
+    import matplotlib  # noqa: PLC0415, an extra
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt  # noqa: PLC0415
+
+    shape = {"figsize": (12, 5), "layout": "constrained", "height_ratios": (3, 1), "sharey": "row"}
+    picture, panels = plt.subplots(2, len(found), squeeze=False, **shape)
+    for course, (upper, lower) in zip(found, panels.T, strict=True):
+        loads = torch.tensor(course.computed, dtype=torch.float64)  # [steps, E]
+        colours = upper.imshow((loads / loads.mean(1, keepdim=True)).T, aspect="auto", cmap="magma_r", vmin=0, vmax=4)
+        upper.set_title(course.name, fontsize=10)
+        upper.set_xlabel("step")
+        mean = statistics.mean(course.seconds)
+        lower.bar(range(len(course.seconds)), [each / mean for each in course.seconds], color="slategrey")
+        lower.axhline(1, color="black", linewidth=0.5)
+        lower.set_xlabel(f"rank; max / mean {imbalance(course.seconds):.2f}")
+        lower.set_xticks(range(len(course.seconds)))
+    panels[0, 0].set_ylabel("expert")
+    panels[1, 0].set_ylabel("processor time")
+    picture.colorbar(colours, ax=panels[0], label="rows, relative to the mean", pad=0.01)
+    picture.savefig(path, dpi=100)
+    plt.close(picture)
+
+
+if __name__ == "__main__":
+    sys.exit(demo.main(work, figure=FIGURE))
