@@ -24,9 +24,8 @@ def cut_experts(experts: Experts, group: dist.ProcessGroup, expert_data: dist.Pr
     Raises ValueError on every rank where P does not divide the number of experts.
     """
     size, rank = group.size(), group.rank()
-    for name, param in experts.named_parameters():
-        if not hasattr(param, "held"):
-            param.held = layout.Held(name, (layout.Box.whole(param.shape),), None, decay=True)
+    _declare(experts)
+    for param in experts.parameters():
         count = len(param)
         if count % size:
             fine = [ranks for ranks in range(1, count + 1) if count % ranks == 0]
@@ -37,3 +36,26 @@ def cut_experts(experts: Experts, group: dist.ProcessGroup, expert_data: dist.Pr
         param.held.sums.pop("data", None)
         if expert_data is not None:
             param.held.sums["data"] = expert_data
+
+
+def cut_hidden(experts: Experts, group: dist.ProcessGroup) -> None:
+    """Cut each expert as tensor parallelism cuts a feed-forward network: before, every rank of `group` has the same
+    experts; after, F/P of their hidden channels. The ranks of `group` send the same tokens to the same experts.
+
+    The pair of collectives is around the experts alone, inside of router and combine: so every rank has the router's
+    whole gradient. Raises ValueError on every rank where P does not divide F.
+    """
+    size, rank = group.size(), group.rank()
+    _declare(experts)
+    for param, dim in ((experts.gate, 1), (experts.up, 1), (experts.down, 2)):
+        hidden = param.size(dim)
+        if hidden % size:
+            raise ValueError(f"{size} ranks do not divide the {hidden} hidden channels of an expert")
+        layout.cut(param, dim, rank * (hidden // size), hidden // size)
+    experts.hidden_group = group
+
+
+def _declare(experts: Experts) -> None:
+    for name, param in experts.named_parameters():
+        if not hasattr(param, "held"):
+            param.held = layout.Held(name, (layout.Box.whole(param.shape),), None, decay=True)

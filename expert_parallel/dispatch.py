@@ -63,7 +63,7 @@ class Dispatch:
         """outputs of the experts, in the order of `arrive`, and weights [N, k] -> [N, D]."""
         back = Exchange(self._by_rank(outputs), self.takes, self.gives, group=self.group).wait()
         choices = back.new_zeros(weights.numel(), back.size(1)).index_copy(0, self.order, back)
-        return (choices.view(*self.shape, -1) * weights.unsqueeze(-1)).sum(1)
+        return (choices.view(*self.shape, back.size(1)) * weights.unsqueeze(-1)).sum(1)
 
     def _by_expert(self, rows: Tensor) -> Tensor:
         return _reordered(rows, self.blocks)
@@ -96,4 +96,4 @@ class _Copies(torch.autograd.Function):
     def backward(ctx: Any, dcopies: Tensor) -> tuple[Tensor, None, None]:
         [order] = ctx.saved_tensors
         choices = dcopies.new_zeros(ctx.shape.numel(), dcopies.size(1)).index_copy_(0, order, dcopies)
-        return choices.view(*ctx.shape, -1).sum(1), None, None
+        return choices.view(*ctx.shape, dcopies.size(1)).sum(1), None, None

@@ -9,8 +9,11 @@ Shazeer 2020 (SwiGLU); PyTorch's counterpart for the loop: torch.nn.functional.g
 from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from collectives.differentiable import all_reduce_identity, identity_all_reduce
 
 
 class Experts(nn.Module):
@@ -23,12 +26,16 @@ class Experts(nn.Module):
         self.down = nn.Parameter(torch.empty(experts, width, hidden))
         for matrix in (self.gate, self.up, self.down):
             nn.init.normal_(matrix, std=matrix.size(-1) ** -0.5)
+        self.hidden_group: dist.ProcessGroup | None = None  # ranks that each have a part of F
 
     def forward(self, x: Tensor, counts: Sequence[int]) -> Tensor:
         """Rows [M, D], counts[0] of them for the first expert, then counts[1] for the second, … -> [M, D]."""
+        if self.hidden_group is not None:
+            x = identity_all_reduce(x, group=self.hidden_group)
         matrices = zip(x.split(list(counts)), self.gate.unbind(), self.up.unbind(), self.down.unbind(), strict=True)
         # IDEA: a loop over experts, each a plain product; `unbind` makes their gradients one tensor again.
         outputs = [
             F.linear(F.silu(F.linear(rows, gate)) * F.linear(rows, up), down) for rows, gate, up, down in matrices
         ]
-        return torch.cat(outputs)
+        y = torch.cat(outputs)
+        return y if self.hidden_group is None else all_reduce_identity(y, group=self.hidden_group)

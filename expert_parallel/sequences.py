@@ -5,7 +5,7 @@ a rank. A row may be cut over the ranks of a group (context and sequence paralle
 of it, in any order.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -28,12 +28,23 @@ class Sequences:
     slots: Tensor | None = None  # [P, T/P] of each rank, where rows are cut
 
     @classmethod
+    def of(cls, routed: Tensor, counted: Tensor) -> "Sequences":
+        """Whole rows [B, T], and as if they were the global batch."""
+        return cls(routed, counted, routed.shape[1], counted.sum(), routed.sum())
+
+    @classmethod
     def whole(cls, x: Tensor) -> "Sequences":
-        """Rows [B, T, ...] that are full of tokens, and all of the batch."""
-        (rows, length), device = x.shape[:2], x.device
-        routed = torch.ones(rows, length, dtype=torch.bool, device=device)
-        counts = torch.tensor([rows, rows * length], device=device)
-        return cls(routed, routed.any(1), length, *counts)
+        """The same, of rows [B, T, ...] that are full of tokens."""
+        routed = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device)
+        return cls.of(routed, routed.any(1))
+
+    def cut(self, slots: Tensor, rank: int) -> "Sequences":
+        """The part of rank `rank` of whole rows, whose ranks have these slots [P, T/P]: those beyond the row's end are
+        no tokens.
+        """
+        mine = slots[rank]
+        routed = self.routed[:, mine.clamp(max=self.routed.shape[1] - 1)] & (mine < self.routed.shape[1])
+        return replace(self, routed=routed, slots=slots)
 
 
 def whole_rows(experts: Tensor, sequences: Sequences, group: dist.ProcessGroup | None) -> Tensor:
@@ -42,7 +53,7 @@ def whole_rows(experts: Tensor, sequences: Sequences, group: dist.ProcessGroup |
     """
     if group is None or group.size() == 1:
         return experts
-    small = experts.to(torch.int16)
+    small = experts.int()
     pieces = small.new_empty(group.size(), *small.shape)  # [P, B, T/P, k]
     comm.all_gather_single(pieces.flatten(0, 1), small, group=group)
     whole = small.new_empty(small.shape[0], sequences.slots.numel(), small.shape[2])

@@ -41,7 +41,7 @@ class MeshConfig(_Strict):
 
 @dataclass(frozen=True)
 class ModelConfig(_Strict):
-    """A decoder: RMSNorm, RoPE, grouped-query attention, SwiGLU."""
+    """A decoder: RMSNorm, RoPE, grouped-query attention, SwiGLU or mixtures of it."""
 
     vocab: int = 256
     layers: int = 4
@@ -52,6 +52,24 @@ class ModelConfig(_Strict):
     dropout: float = 0.0
     tied: bool = False  # the head's matrix is the embedding's
     rope_base: float = 10_000.0
+    # mixtures of experts (expert_parallel/) in place of feed-forward networks: in the layers that are m in the pattern,
+    # which is repeated, and not in those that are d
+    experts: int = 0  # E of each; 0: every layer is dense
+    pattern: str = "m"
+    choices: int = 2  # k experts a token
+    expert_hidden: int = 128  # F of an expert
+    shared_hidden: int = 0  # F of the expert through which every token goes; 0: there is none
+    score: Literal["softmax", "sigmoid"] = "softmax"
+    renormalise: bool = True  # the weights of a token's experts make 1
+    scale: float = 1.0  # their factor
+    capacity: float = 0.0  # an expert takes at most so many times its fair share of a row's tokens; 0: all
+    balance: float = 0.01  # coefficient of the balance loss of each row
+    z_loss: float = 0.0
+    bias_rate: float = 0.0  # by how much a step moves the bias that follows the load; 0: there is no bias
+
+    def mixture(self, layer: int) -> bool:
+        """Whether that layer is one."""
+        return self.experts > 0 and self.pattern[layer % len(self.pattern)] == "m"
 
 
 @dataclass(frozen=True)

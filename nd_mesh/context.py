@@ -54,6 +54,7 @@ class Rows:
             row,
             **{"slots": mine, "stream": mine, "positions": cut(row.positions, mine)},
             **{"documents": cut(row.documents, mine, fill=NOWHERE), "places": Places.of(row.documents, everyones)},
+            sequences=row.sequences.cut(everyones, self.group.rank()),
         )
         return Batch(cut(batch.ids, mine), cut(batch.labels, mine, fill=IGNORE), where)
 

@@ -12,15 +12,18 @@ streams that grow, mixtures of sources, workers that read ahead (a sample is a s
 
 import os
 import sysconfig
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from collectives import rng
+from context_parallel import NOWHERE
+from expert_parallel import Sequences
 from nd_mesh.config import ConfigError, DataConfig
 from nd_mesh.model import IGNORE, Where
 
@@ -39,8 +42,8 @@ class Stream:
         return -(-(len(self.tokens) - 1) // self.context)
 
     def rows(self, samples: np.ndarray) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """For samples [B]: ids, labels, documents, positions, each int64 [B, T]. What lies beyond the end is one more
-        document, unlabelled.
+        """For samples [B]: ids, labels, documents, positions, each int64 [B, T]. What lies beyond the end has no
+        document and no label.
         """
         first = samples[:, None] * self.context
         place = first + np.arange(self.context + 1)  # [B, T+1] in the stream
@@ -51,10 +54,11 @@ class Stream:
         document = np.searchsorted(starts, place, side="right") - 1
         labelled = (document[:, 1:] == document[:, :-1]) & (document[:, 1:] < beyond)
         labels = np.where(labelled, tokens[:, 1:], IGNORE)
+        inside = np.where(document < beyond, document, NOWHERE)
         positions = place - np.maximum(starts[document], first)
         return tuple(
             torch.from_numpy(np.ascontiguousarray(a))
-            for a in (tokens[:, :-1], labels, document[:, :-1], positions[:, :-1])
+            for a in (tokens[:, :-1], labels, inside[:, :-1], positions[:, :-1])
         )
 
 
@@ -68,8 +72,32 @@ class Batch:
 
     def to(self, device: torch.device) -> "Batch":
         """The same on another device."""
-        where = Where(**{k: v.to(device) if isinstance(v, Tensor) else v for k, v in vars(self.where).items()})
+        where = replace(_moved(self.where, device), sequences=_moved(self.where.sequences, device))
         return Batch(self.ids.to(device), self.labels.to(device), where)
+
+    def of(self, counts: Tensor) -> "Batch":
+        """The same, in a global batch with these `counts` of all ranks' microbatches."""
+        _, rows, tokens = counts
+        sequences = replace(self.where.sequences, rows=rows, tokens=tokens)
+        return replace(self, where=replace(self.where, sequences=sequences))
+
+
+def counts(batches: Sequence[Batch], *, first: bool) -> Tensor:
+    """[3] of these microbatches: valid tokens, rows with one, tokens of documents. Rows are cut over ranks, of which
+    this is the first or not: one of them counts them.
+    """
+    places = [batch.where.sequences for batch in batches]
+    each = {
+        "valid": [(batch.labels != IGNORE).sum() for batch in batches],
+        "rows": [place.counted.sum() * first for place in places],
+        "routed": [place.routed.sum() for place in places],
+    }
+    return torch.stack([torch.stack(numbers).sum() for numbers in each.values()])
+
+
+def _moved(place: Any, device: torch.device) -> Any:
+    values = {field.name: getattr(place, field.name) for field in fields(place)}
+    return replace(place, **{name: value.to(device) for name, value in values.items() if isinstance(value, Tensor)})
 
 
 def sample_order(seed: int, numbers: Tensor, samples: int) -> Tensor:
@@ -106,7 +134,8 @@ def make_batch(stream: Stream, step: int, numbers: Tensor, samples: Tensor) -> B
     """The rows of these samples, whose numbers in the run are `numbers`."""
     ids, labels, documents, positions = stream.rows(samples.numpy())
     slots = torch.arange(stream.context)
-    return Batch(ids, labels, Where(step, numbers, slots, slots, stream.context, positions, documents))
+    where = Where(step, numbers, slots, slots, stream.context, positions, documents)
+    return Batch(ids, labels, replace(where, sequences=Sequences.of(documents != NOWHERE, (labels != IGNORE).any(1))))
 
 
 def load(config: DataConfig, vocab: int) -> tuple[Stream, Stream]:

@@ -26,6 +26,17 @@ GROUPS = {
     "batch": ("dp", "fsdp"),  # each has rows of its own
     "shard": ("fsdp", "cp"),  # fsdp cuts weights over cp too, whose ranks hold the same otherwise
     "data": ("dp", "fsdp", "cp"),  # each has tokens of its own: gradients and token counts are sums over it
+    "row": ("cp", "tp"),  # with sequence parallelism each has a part of one row
+    "tokens": ("pp", "dp", "fsdp", "cp"),  # the whole model and all tokens of a step, once
+}
+
+# The expert view: dp · fsdp · cp as (expert_data, ep), and expert_data as (expert_replicas, expert_shard).
+EXPERT_GROUPS = {
+    "ep": ("ep",),  # each has other experts
+    "ep_tp": ("ep", "tp"),  # the same, where tp has tokens of its own and is folded into ep
+    "expert_data": ("expert_replicas", "expert_shard"),  # the same experts: their gradients are sums over it
+    "expert_shard": ("expert_shard",),  # fsdp cuts them over it, within dp where ep divides fsdp · cp
+    "expert_replicas": ("expert_replicas",),
 }
 
 
@@ -49,18 +60,27 @@ class Grid:
         where["expert_data"], where["ep"] = divmod(data, self.sizes.ep)
         return where
 
+    def _place(self, rank: int) -> dict[str, int]:
+        where = self.coordinates(rank)
+        return {axis: where[axis] for axis in AXES}
+
+    def _expert_place(self, rank: int) -> dict[str, int]:
+        """Where a rank stands, by axis of the expert view."""
+        where, sizes = self.coordinates(rank), self.sizes
+        within = sizes.fsdp * sizes.cp
+        shards = (within if within % sizes.ep == 0 else sizes.dp * within) // sizes.ep
+        where["expert_replicas"], where["expert_shard"] = divmod(where["expert_data"], shards)
+        return {axis: where[axis] for axis in ("pp", "expert_replicas", "expert_shard", "ep", "tp")}
+
     def groups(self, name: str) -> list[tuple[int, ...]]:
-        """All groups of that name (one of GROUPS, ep or expert_data), each with its ranks in ascending order, sorted by
+        """All groups of that name (one of GROUPS or EXPERT_GROUPS), each with its ranks in ascending order, sorted by
         their first rank.
         """
-        if name in ("ep", "expert_data"):
-            fixed = [axis for axis in ("pp", "tp", "expert_data", "ep") if axis != name]
-        else:
-            fixed = [axis for axis in AXES if axis not in GROUPS[name]]
+        place = self._expert_place if name in EXPERT_GROUPS else self._place
+        free = (GROUPS | EXPERT_GROUPS)[name]
         ranks = defaultdict(list)
         for rank in range(self.size()):
-            where = self.coordinates(rank)
-            ranks[tuple(where[axis] for axis in fixed)].append(rank)
+            ranks[tuple(index for axis, index in place(rank).items() if axis not in free)].append(rank)
         return sorted(tuple(members) for members in ranks.values())
 
     def rank_map(self) -> str:
@@ -80,14 +100,14 @@ class Mesh:
         self.grid, self.run = Grid(sizes), run
         self.coordinates = self.grid.coordinates(run.rank)
         self._groups: dict[str, dist.ProcessGroup] = {}
-        for name in (*GROUPS, "ep", "expert_data"):
+        for name in (*GROUPS, *EXPERT_GROUPS):
             for members in self.grid.groups(name):
                 group = run.new_group(members)
                 if group is not None:
                     self._groups[name] = group
 
     def group(self, name: str) -> dist.ProcessGroup:
-        """This rank's group of that name: an axis, one of GROUPS, ep or expert_data."""
+        """This rank's group of that name: an axis, one of GROUPS or of EXPERT_GROUPS."""
         return self._groups[name]
 
     def rank(self, name: str) -> int:

@@ -16,11 +16,13 @@ RECOMPUTED = ("block", "attend_norm", "q", "k", "v", "attend", "o", "attend_drop
 _POSITIVE = (
     *("mesh.pp", "mesh.dp", "mesh.fsdp", "mesh.cp", "mesh.tp", "mesh.ep"),
     *("model.vocab", "model.layers", "model.width", "model.heads", "model.kv_heads", "model.hidden", "model.rope_base"),
+    *("model.choices", "model.expert_hidden", "model.scale"),
     *("parallel.cap", "parallel.ulysses", "data.context"),
     *("train.steps", "train.batch", "train.microbatches", "train.timeout", "train.eps"),
 )
 _NOT_NEGATIVE = (
     *("train.lr", "train.warmup", "train.min_lr", "train.weight_decay", "train.clip"),
+    *("model.experts", "model.shared_hidden", "model.capacity", "model.balance", "model.z_loss", "model.bias_rate"),
     *("train.evaluate_every", "train.save_every", "train.sample", "parallel.prefetch", "parallel.virtual"),
     *("checkpoint.keep_last", "checkpoint.keep_every", "checkpoint.writers", "checkpoint.bandwidth"),
 )
@@ -40,6 +42,7 @@ def _mistakes(config: Config, world: int) -> Iterator[str]:
     yield from _strategy_mistakes(config)
     yield from _model_mistakes(config.model)
     yield from _tensor_mistakes(config)
+    yield from _expert_mistakes(config)
     yield from _context_mistakes(config)
     yield from _pipeline_mistakes(config)
 
@@ -77,8 +80,9 @@ def _mesh_mistakes(mesh: MeshConfig, world: int) -> Iterator[str]:
     if (ranks := math.prod(sizes.values())) != world:
         product = " × ".join(f"{axis} {size}" for axis, size in sizes.items())
         yield f"the mesh {product} makes {ranks} ranks, but {world} are started: change [mesh] or --nproc-per-node"
-    if mesh.ep > 1:
-        yield f"mesh.ep={mesh.ep}: there is no strategy for ep yet; use mesh.ep=1, or one of the others"
+    if (data := mesh.dp * mesh.fsdp * mesh.cp) % mesh.ep:
+        fine = cut.listed(cut.divisors(data))
+        yield f"mesh.ep={mesh.ep} is folded out of the {data} ranks of dp · fsdp · cp, and must divide them; use {fine}"
 
 
 def _strategy_mistakes(config: Config) -> Iterator[str]:
@@ -103,6 +107,8 @@ def _strategy_mistakes(config: Config) -> Iterator[str]:
 
 
 def _model_mistakes(model: ModelConfig) -> Iterator[str]:
+    if not model.pattern or set(model.pattern) - {"d", "m"}:
+        yield f"model.pattern={model.pattern!r} must be of letters d, a dense layer, and m, a mixture of experts"
     if model.heads % model.kv_heads:
         fine = cut.divisors(model.heads)
         yield f"model.kv_heads={model.kv_heads} does not divide model.heads={model.heads}; use one of {fine}"
@@ -112,18 +118,42 @@ def _model_mistakes(model: ModelConfig) -> Iterator[str]:
 
 def _tensor_mistakes(config: Config) -> Iterator[str]:
     model = config.model
+    mixed = [model.mixture(layer) for layer in range(model.layers)]
+    hiddens = {"hidden": model.hidden} if not all(mixed) else {}
+    if any(mixed):
+        hiddens |= {"shared_hidden": model.shared_hidden}
+        hiddens |= {} if config.parallel.sequence else {"expert_hidden": model.expert_hidden}
 
     def reasons(tp: int) -> Iterator[str]:
         if tp not in cut.degrees(model.heads, model.kv_heads):
             yield f"does not fit model.heads={model.heads} and model.kv_heads={model.kv_heads}"
-        if model.hidden % tp:
-            yield f"does not divide model.hidden={model.hidden}"
+        for name, hidden in hiddens.items():
+            if hidden % tp:
+                yield f"does not divide model.{name}={hidden}"
         if model.vocab < tp:
             yield f"is more than model.vocab={model.vocab}"
 
     fine = [tp for tp in cut.divisors(model.heads) if not any(reasons(tp))]
     for reason in reasons(config.mesh.tp):
         yield f"mesh.tp={config.mesh.tp} {reason}; use a tp of {cut.listed(fine)}"
+
+
+def _expert_mistakes(config: Config) -> Iterator[str]:
+    model, mesh = config.model, config.mesh
+    if model.experts == 0 and mesh.ep > 1:
+        yield f"mesh.ep={mesh.ep} shares experts, and there are none: use mesh.ep=1, or model.experts"
+    if model.experts == 0:
+        return
+    if not any(model.mixture(layer) for layer in range(model.layers)):
+        yield f"model.pattern={model.pattern!r} leaves all {model.layers} layers dense: have an m in it, or no experts"
+    if model.choices > model.experts:
+        yield f"model.choices={model.choices} of model.experts={model.experts}: choose at most all"
+    folded = mesh.tp if config.parallel.sequence else 1
+    if model.experts % (mesh.ep * folded):
+        how = f" · mesh.tp={folded}, which sequence parallelism folds into it," if folded > 1 else ""
+        fine = [ep for ep in cut.divisors(mesh.dp * mesh.fsdp * mesh.cp) if model.experts % (ep * folded) == 0]
+        remedy = f"use an ep of {cut.listed(fine)}" if fine else f"use a number of experts that {folded} divides"
+        yield f"mesh.ep={mesh.ep}{how} does not divide model.experts={model.experts}; {remedy}"
 
 
 def _context_mistakes(config: Config) -> Iterator[str]:

@@ -1,4 +1,5 @@
-"""A GPT in plain PyTorch, without a line of parallel code: RMSNorm, RoPE, grouped-query attention, SwiGLU.
+"""A GPT in plain PyTorch, without a line of parallel code: RMSNorm, RoPE, grouped-query attention, SwiGLU, mixtures of
+experts.
 
 What a mesh may replace are its seams and nothing else: `embed` (the lookup), `block.attend` (the attention core),
 `block.ffn`, `model.blocks` (by global layer number, so names survive a split into stages) and `model.loss` (head and
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 
 from collectives import rng
 from collectives.layout import Constant, Normal
+from expert_parallel import Losses, MoE
 from nd_mesh.config import ModelConfig
 
 IGNORE = -100  # the label of a token that has none: it counts in no loss
@@ -36,6 +38,7 @@ class Where:
     positions: Tensor  # [B, T] index within the document: rotation
     documents: Tensor  # [B, T] number of the document: no token sees another's
     places: Any = None  # slots and documents of all parts of the row, where it is cut (nd_mesh/context.py)
+    sequences: Any = None  # what a mixture of experts must know of the residual stream (expert_parallel/sequences.py)
 
     @cached_property
     def tokens(self) -> Tensor:
@@ -82,15 +85,33 @@ class SwiGLU(nn.Module):
         self.up = nn.Linear(width, hidden, bias=False)
         self.down = nn.Linear(hidden, width, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, where: Where | None = None) -> Tensor:
         return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class Mixture(MoE):
+    """A mixture of such networks, of which each token has a few, chosen by its place in a row as well."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__(
+            *(config.width, config.expert_hidden, config.experts),
+            **{"choices": config.choices, "capacity": config.capacity or None},
+            shared=SwiGLU(config.width, config.shared_hidden) if config.shared_hidden else None,
+            losses=Losses(config.balance, config.z_loss),
+            **{"score": config.score, "renormalise": config.renormalise, "scale": config.scale},
+            biased=config.bias_rate > 0,
+        )
+
+    def forward(self, x: Tensor, where: Where) -> Tensor:
+        return super().forward(x, where.sequences)
 
 
 class Block(nn.Module):
     """A layer: attention, then the feed-forward network, each added to the residual stream."""
 
-    def __init__(self, config: ModelConfig, seed: int, name: str):
+    def __init__(self, config: ModelConfig, seed: int, layer: int):
         super().__init__()
+        name = f"blocks.{layer}"
         self.head_size, self.rope_base = config.width // config.heads, config.rope_base
         self.attend_norm = nn.RMSNorm(config.width, eps=1e-5)
         self.q = nn.Linear(config.width, config.heads * self.head_size, bias=False)
@@ -100,7 +121,7 @@ class Block(nn.Module):
         self.o = nn.Linear(config.heads * self.head_size, config.width, bias=False)
         self.attend_drop = Dropout(config.dropout, seed, f"{name}.attend")
         self.ffn_norm = nn.RMSNorm(config.width, eps=1e-5)
-        self.ffn = SwiGLU(config.width, config.hidden)
+        self.ffn = Mixture(config) if config.mixture(layer) else SwiGLU(config.width, config.hidden)
         self.ffn_drop = Dropout(config.dropout, seed, f"{name}.ffn")
 
     def forward(self, x: Tensor, where: Where) -> Tensor:  # [B, T, D]
@@ -111,7 +132,7 @@ class Block(nn.Module):
         q, k = (rotate(heads, where.positions, self.rope_base) for heads in (q, k))
         attended = rearrange(self.attend(q, k, v, where), "b h t k -> b t (h k)")
         x = x + self.attend_drop(self.o(attended), where)
-        return x + self.ffn_drop(self.ffn(self.ffn_norm(x)), where)
+        return x + self.ffn_drop(self.ffn(self.ffn_norm(x), where), where)
 
 
 class GPT(nn.Module):
@@ -124,7 +145,7 @@ class GPT(nn.Module):
         self.config = config
         self.embed = nn.Embedding(config.vocab, config.width)
         self.embed_drop = Dropout(config.dropout, seed, "embed")
-        self.blocks = nn.ModuleDict({str(i): Block(config, seed, f"blocks.{i}") for i in range(config.layers)})
+        self.blocks = nn.ModuleDict({str(i): Block(config, seed, i) for i in range(config.layers)})
         self.norm = nn.RMSNorm(config.width, eps=1e-5)
         self.head = nn.Linear(config.width, config.vocab, bias=False)
         if config.tied:
@@ -160,8 +181,10 @@ class GPT(nn.Module):
             return Normal(config.width**-0.5 if config.tied else 1.0)
         if name == "head.weight":
             return Normal(1 / config.width)
-        inputs = config.hidden if name.endswith("down.weight") else config.width
-        into_stream = name.endswith(("o.weight", "down.weight"))
+        hidden = {"ffn.down.weight": config.hidden, "experts.down": config.expert_hidden}
+        hidden["shared.down.weight"] = config.shared_hidden
+        inputs = next((size for end, size in hidden.items() if name.endswith(end)), config.width)
+        into_stream = name.endswith(("o.weight", *hidden))
         return Normal((inputs * (2 * config.layers if into_stream else 1)) ** -0.5)
 
     def decay_rule(self, name: str) -> bool:

@@ -8,6 +8,7 @@ its boxes.
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +23,8 @@ from fsdp import fully_shard
 from fsdp.sharded import FullySharded
 from nd_mesh.config import Config, ParallelConfig, layers_of_stages, pipeline_plan
 from nd_mesh.context import Attend, attention
+from nd_mesh.experts import mixtures, share_experts
+from nd_mesh.families import Families
 from nd_mesh.mesh import Mesh
 from nd_mesh.model import GPT, IGNORE, Where
 from nd_mesh.recompute import Recomputed, chosen, recompute
@@ -29,7 +32,7 @@ from nd_mesh.stages import Stages
 from pipeline import Pipeline, connect
 from pipeline.links import Links
 from pipeline.ties import TIE, tie, tie_group
-from tensor_parallel import Column, KeyValue, Row, Stream, Vocabulary, cut, vocab_parallel_cross_entropy
+from tensor_parallel import Column, KeyValue, Row, Stream, Vocabulary, Whole, cut, vocab_parallel_cross_entropy
 from zero import stage1, stage2, stage3
 
 DATA_STRATEGIES = {  # over dp alone
@@ -55,32 +58,36 @@ def parallelize(
     if mesh.size("pp") > 1:
         model, links = split_stages(model, config, mesh)
 
-    # 3. Tensor parallelism cuts matrices, in place: a shared one stays shared. From here on a rank has a piece.
+    # 3. Expert parallelism: whole experts, cut along the list of them, so before anything that cuts a matrix.
+    if config.model.experts:
+        share_experts(model, config, mesh)
+
+    # 4. Tensor parallelism cuts matrices, in place: a shared one stays shared. From here on a rank has a piece.
     if mesh.size("tp") > 1:
         cut_tensors(model, config, mesh)
 
-    # 4. Context parallelism replaces the attention core: it reaches the keys of the tokens that other ranks have.
+    # 5. Context parallelism replaces the attention core: it reaches the keys of the tokens that other ranks have.
     if mesh.size("cp") > 1:
         attend = attention(config.parallel, mesh)
         for block in model.blocks.values():
             block.attend = Attend(attend)
 
-    # 5. Who holds the same now, so that the data strategy cuts copies at the same places.
+    # 6. Who holds the same now, so that the data strategy cuts copies at the same places.
     layout.check(model.parameters(), mesh.run.world)
 
-    # 6. Recomputation replaces the forward of modules: the data strategy's hooks then sit outside of what runs again.
+    # 7. Recomputation replaces the forward of modules: the data strategy's hooks then sit outside of what runs again.
     recomputed = recompute(chosen(model, config.parallel.recompute))
 
-    # 7. The data strategy: it comes last of those that cut, since it allocates what is left.
+    # 8. The data strategy: it comes last of those that cut, since it allocates what is left.
     handle = data_parallel(model, config.parallel, mesh, device)
 
-    # 8. Initial values: a function of the seed, the name and the box. Each owner makes its own; then all have them.
+    # 9. Initial values: a function of the seed, the name and the box. Each owner makes its own; then all have them.
     for param in handle.parameters():
         rng.fill(param, config.train.seed)
     handle.after_load()
     layout.check(handle.parameters(), mesh.run.world)
 
-    # 9. The pipeline runs the stages, and asks the data strategy for their weights.
+    # 10. The pipeline runs the stages, and asks the data strategy for their weights.
     if isinstance(model, Stages):
         model.pipe = pipelined(model, config.parallel, mesh, handle, links)
     return model, handle, recomputed
@@ -116,9 +123,17 @@ def plan(model: GPT | Stages, kv_group: dist.ProcessGroup | None) -> Mapping[str
         "attend_norm": Stream(),
         **{"q": Column((config.heads,)), "k": keys, "v": keys, "o": Row()},
         "ffn_norm": Stream(),
-        **{"ffn.gate": Column(), "ffn.up": Column(), "ffn.down": Row()},
     }
-    blocks = {f"blocks.*.{name}": role for name, role in block.items()} if model.blocks else {}
+    network = {"gate": Column(), "up": Column(), "down": Row()}
+    dense = {f"ffn.{name}": role for name, role in network.items()}
+    mixture = {"ffn.router": Stream(), "ffn.experts": Whole()}  # experts are cut already
+    if config.shared_hidden:
+        mixture |= {f"ffn.shared.{name}": role for name, role in network.items()}
+    blocks = {
+        f"blocks.{layer}.{name}": role
+        for layer in model.blocks
+        for name, role in (block | (mixture if config.mixture(int(layer)) else dense)).items()
+    }
     ends = {"embed": Vocabulary(), "norm": Stream(), "head": Vocabulary()}
     if isinstance(model, Stages):
         ends = {f"ends.{name}": role for name, role in ends.items() if name in model.ends}
@@ -164,30 +179,49 @@ def narrow_stream(group: dist.ProcessGroup) -> Any:
     """A hook before the model's forward: this rank's tokens are a part of the residual stream, for dropout's sake."""
 
     def narrow(model: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Where]) -> Any:
-        where = kwargs["where"]
-        stream = where.stream.tensor_split(group.size())[group.rank()]  # [T/tp]
-        return args, kwargs | {"where": replace(where, stream=stream)}
+        where, ranks = kwargs["where"], group.size()
+        stream = where.stream.tensor_split(ranks)[group.rank()]  # [T/tp]
+        everyones = where.slots[None] if where.sequences.slots is None else where.sequences.slots  # [cp, T/cp]
+        routed = where.sequences.routed.tensor_split(ranks, 1)[group.rank()]  # [B, T/(cp·tp)]
+        sequences = replace(where.sequences, routed=routed, slots=everyones.reshape(-1, everyones.shape[1] // ranks))
+        return args, kwargs | {"where": replace(where, stream=stream, sequences=sequences)}
 
     return narrow
 
 
 def data_parallel(model: GPT | Stages, parallel: ParallelConfig, mesh: Mesh, device: torch.device) -> Replica:
-    """The strategy that sums gradients over dp, fsdp and cp."""
+    """The strategy that sums gradients over dp, fsdp and cp; those of experts over the ranks that have the same."""
     if parallel.data == "fsdp" or mesh.size("fsdp") > 1:
         return sharded(model, parallel, mesh, device)
     wrap = DATA_STRATEGIES[parallel.data]
-    buckets = {"cap": parallel.cap} if wrap is not naive.wrap else {}
-    return wrap(model, mesh.group("data"), average=False, device=device, **buckets)
+    settings = {"average": False, "device": device} | ({"cap": parallel.cap} if wrap is not naive.wrap else {})
+    families = {family: [p for p in model.parameters() if p.held.family == family] for family in ("dense", "expert")}
+    if mesh.size("ep") == 1 or not families["expert"]:
+        return wrap(model, mesh.group("data"), **settings)
+    groups = {"dense": mesh.group("data"), "expert": mesh.group("expert_data")}
+    return Families([wrap(model, groups[family], params=params, **settings) for family, params in families.items()])
 
 
 def sharded(model: GPT | Stages, parallel: ParallelConfig, mesh: Mesh, device: torch.device) -> Replica:
-    """Each block a unit, and the model with what is left, which is kept until its backward: the loss reads the head."""
+    """Each block a unit, the experts in it another, over their own groups; and the model with what is left, which is
+    kept until its backward: the loss reads the head.
+    """
     settings = {
         **{"replicate_group": mesh.group("dp"), "average": False, "device": device, "prefetch": parallel.prefetch},
         "reshard_after_forward": None if parallel.reshard else False,
     }
+    if mesh.size("ep") > 1:
+        group = mesh.group("expert_shard")
+        own = {"replicate_group": mesh.group("expert_replicas"), "shard_dim": partial(_divided, group.size())}
+        for mixture in mixtures(model).values():
+            fully_shard(mixture.experts, group, **settings | own)
     for block in model.blocks.values():
         fully_shard(block, mesh.group("shard"), **settings)
     if isinstance(model, Stages) and model.ends:
         fully_shard(model.ends, mesh.group("shard"), **settings)
     return fully_shard(model, mesh.group("shard"), **settings)
+
+
+def _divided(ranks: int, name: str, param: Tensor) -> int:
+    """The first dimension that so many ranks divide: they may be more than the experts that one of them has."""
+    return next((dim for dim, size in enumerate(param.shape) if size % ranks == 0), 0)

@@ -3,6 +3,7 @@
 import torch
 
 from collectives import rng
+from expert_parallel import Sequences
 from nd_mesh.context import Rows
 from nd_mesh.data import Batch
 from nd_mesh.model import GPT, Where
@@ -31,7 +32,8 @@ def generate(
     for draw in rng.uniform(rng.key(seed, "sample"), torch.arange(length)).tolist():
         window = tokens[-context:]
         ids, slots = torch.tensor([window], device=device), torch.arange(len(window), device=device)
-        batch = Batch(ids, ids, Where(0, slots[:1], slots, slots, context, slots[None], torch.zeros_like(ids)))
+        place = {"sequences": Sequences.whole(ids)}
+        batch = Batch(ids, ids, Where(0, slots[:1], slots, slots, context, slots[None], torch.zeros_like(ids), **place))
         batch = rows.cut(batch) if rows else batch
         logits = model.logits(model(batch.ids, where=batch.where))
         logits = (rows.join(logits, len(window)) if rows else logits)[0, -1, :vocab].double()

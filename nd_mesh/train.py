@@ -18,14 +18,17 @@ import torch
 from torch import Tensor
 
 from checkpoint import Checkpoints, Keep, Saved, State, Storm, find, restore, training
+from checkpoint.shard import Values
 from collectives import comm
 from collectives.agreement import Stopped, together
 from collectives.norm import clip, grad_norm
 from collectives.partials import sum_partials
 from collectives.runtime import Runtime
+from expert_parallel import Observation
 from nd_mesh import data, manifest
 from nd_mesh.config import Config, ConfigError, TrainConfig
 from nd_mesh.context import Rows
+from nd_mesh.experts import Observer
 from nd_mesh.mesh import Mesh
 from nd_mesh.metrics import Record
 from nd_mesh.model import GPT, IGNORE
@@ -60,6 +63,8 @@ class Trainer:
             self.model = GPT(config.model, config.train.seed).to(getattr(torch, config.train.dtype))
         self.model, self.handle, self.recomputed = parallelize(self.model, config, self.mesh, run.device)
         self.optimizer = self._make_optimizer()
+        self.observer = Observer(self.model, config, self.mesh) if config.model.experts else None
+        self.observed: dict[int, Observation] = {}  # what the mixtures did in the newest step, by layer
         self.tokens = 0  # valid ones consumed so far
         self.metrics: dict[str, float] = {}  # the newest of each
 
@@ -96,8 +101,11 @@ class Trainer:
         began = time.perf_counter()
         self.optimizer.zero_grad()
         batches = self.microbatches(step)
-        count = torch.stack([(batch.labels != IGNORE).sum() for batch in batches]).sum()
-        counting = comm.all_reduce(count, group=self.mesh.group("data"), async_op=True)
+        counts = data.counts(batches, first=self.mesh.rank("cp") == 0)
+        counting, count = comm.all_reduce(counts, group=self.mesh.group("data"), async_op=True), counts[0]
+        if self.observer is not None:
+            counting.wait()  # a mixture's losses are means over the global batch, and are taken on its way
+            batches = [batch.of(counts) for batch in batches]
 
         def loss(hidden: Tensor, labels: Tensor) -> Tensor:
             counting.wait()
@@ -113,6 +121,7 @@ class Trainer:
         sum_partials(self.handle.parameters(), PARTIAL)
         self._sum(total)
         self.metrics["loss"] = total.item()
+        self.observed = self.observer.observe() if self.observer is not None else {}
         return self.metrics["loss"], int(count), busy
 
     def _forward_and_backward(
@@ -157,6 +166,8 @@ class Trainer:
                 group["lr"] = lr
             self.optimizer.step()
             self.handle.after_step()
+            if self.observer is not None:
+                self.observer.follow(self.observed)
         self.tokens += count
         self.metrics |= {"grad_norm": norm.item(), "lr": lr}
         return norm.item(), lr
@@ -205,7 +216,8 @@ class Trainer:
         """
         samples = step * self.config.train.batch
         consumed = {"step": step, "data_cursor": step, "samples": samples, "tokens": self.tokens}
-        state = State(training(self.handle.parameters(), self.optimizer), consumed | {"metrics": self.metrics})
+        tensors = training(self.handle.parameters(), self.optimizer) | self._biases()
+        state = State(tensors, consumed | {"metrics": self.metrics})
         (checkpoints.save_async if self.config.checkpoint.asynchronous else checkpoints.save)(step, state)
 
     def resume(self, path: Path) -> Saved:
@@ -215,10 +227,17 @@ class Trainer:
         """
         found = find(path, group=self.run.world, fallback=self.config.checkpoint.fallback)
         together(lambda: self._check_same_run(found) if self.run.rank == 0 else None, group=self.run.world)
-        restore(found, self.handle.parameters(), self.optimizer)
+        restore(found, self.handle.parameters(), self.optimizer, self._biases())
         self.handle.after_load()
         self.tokens, self.metrics = found.shared["tokens"], found.shared["metrics"]
         return found
+
+    def biases(self) -> dict[str, Tensor]:
+        """Of the routers of this rank's layers, by name."""
+        return self.observer.biases() if self.observer is not None else {}
+
+    def _biases(self) -> Values:
+        return {f"bias/{name}": [(bias.held.boxes[0], bias)] for name, bias in self.biases().items()}
 
     def _check_same_run(self, found: Saved) -> None:
         """Raise ConfigError unless a checkpoint is of the same function of the same data."""
