@@ -5,9 +5,10 @@
 
 ep is every number that divides the ranks and the experts: groups of ep ranks share the experts, and those of different
 groups with the same part are its expert-data group. In float64, rows dealt unevenly: the layer's output and gradients
-beside one process, in which every expert computes every token and weights are 0 where it was not chosen. Elements of
-dispatch and combine, by the ledger: n choices of this rank's tokens leave it, m of others come. The counts, which tell
-who gets how many, are small and kept apart. Then loads.py: a router that begins imbalanced, and what each remedy does.
+beside one process, in which every expert computes every token, with weight 0 where it was not chosen. Elements of
+dispatch and combine, by the ledger: n choices of this rank's tokens leave it, m of others come; the number in the
+formula is the share of all choices that leave. The counts, by which a rank knows what will come, are kept apart. Of
+memory: the experts, and what autograd keeps of the M rows that a rank's experts compute. Then loads.py.
 """
 
 import math
@@ -26,6 +27,7 @@ from collectives import comm, demo
 from collectives.demo import Demo
 from collectives.ledger import Ledger
 from collectives.runtime import Runtime
+from collectives.saved import saving
 from collectives.watch import watching
 from expert_parallel import Losses, MoE, Observation, Sequences, loads, observe
 
@@ -90,9 +92,7 @@ def work(run: Runtime, show: Demo) -> None:
         for ep in (ep for ep in range(1, run.size + 1) if run.size % ep == 0 and E % ep == 0):
             show.part = f"ep = {ep}, {mode.name}"
             follow(run, show, mode, groups(run, ep), expected)
-    show.part = "loads"
-    with show.time("training, all methods"):
-        courses = loads.courses(run)
+    courses = loads.courses(run, show)
     if run.rank == 0:
         loads.tell(courses, show.figure)
 
@@ -150,6 +150,7 @@ def follow(run: Runtime, show: Demo, mode: Mode, groups: Groups, expected: Seen)
     layer.distribute(*groups)
     x, dout = random(1)[rows].requires_grad_(), random(2)[rows]
     whole = replace(Sequences.whole(x), rows=torch.tensor(B), tokens=torch.tensor(B * T))  # of the global batch
+    kept = watch(layer.experts)
     comm.barrier(group=run.world)
     before = demo.bytes_written()
     with watching(ledger := Ledger()):
@@ -162,8 +163,24 @@ def follow(run: Runtime, show: Demo, mode: Mode, groups: Groups, expected: Seen)
     show.parity("gradient of the input", error(x.grad, expected.dx, rows), 1e-12)
     judge(show, layer, groups.ep, expected)
     choices(show, observe([layer.record], run.device, group=run.world), expected)
-    traffic(run, show, ledger, leaving(run, groups.ep, expected.kept), sent)
+    moves = travels(run, groups.ep, expected.kept)
+    traffic(run, show, ledger, moves.clone().fill_diagonal_(0), sent)
     memory(show, layer, groups.ep)
+    show.claim("bytes kept of rows", "8M(D + 4F)", ITEM * int(moves[:, run.rank].sum()) * (D + 4 * F), kept[0])
+
+
+def watch(experts: nn.Module) -> list[int]:
+    """In which their next forward puts the bytes that autograd keeps of it until backward, weights left out."""
+    kept, forward = [], experts.forward
+
+    def watched(*args: Any) -> Tensor:
+        with saving() as saved:
+            out = forward(*args)
+        kept.append(saved.nbytes(without=experts.parameters()))
+        return out
+
+    experts.forward = watched
+    return kept
 
 
 def is_expert(name: str) -> bool:
@@ -196,15 +213,15 @@ def choices(show: Demo, layers: Sequence[Observation], expected: Seen) -> None:
     show.claim("dropped", "as one process", int((expected.kept == NOBODY).sum()), seen.dropped)
 
 
-def leaving(run: Runtime, ep: dist.ProcessGroup, kept: Tensor) -> Tensor:
-    """[P, P]: how many choices of rank i's tokens are computed by rank j, which is not i."""
+def travels(run: Runtime, ep: dist.ProcessGroup, kept: Tensor) -> Tensor:
+    """[P, P]: how many choices of rank i's tokens are computed by rank j."""
     size = ep.size()
     moves = torch.zeros(run.size, run.size, dtype=torch.int64)
     for rank, rows in enumerate(kept.tensor_split(run.size)):
         experts = rows[rows != NOBODY]
         to = rank // size * size + experts // (E // size)
         moves[rank] += torch.bincount(to, minlength=run.size)
-    return moves.fill_diagonal_(0)
+    return moves
 
 
 def traffic(run: Runtime, show: Demo, ledger: Ledger, moves: Tensor, sent: int | None) -> None:

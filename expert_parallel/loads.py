@@ -10,6 +10,7 @@ and its processor's time for it, forward and backward of the layer, are of the l
 "특정 expert에 token이 몰리면 capacity overflow와 straggler가 생깁니다".
 """
 
+import math
 import statistics
 import sys
 import time
@@ -73,7 +74,7 @@ HEADER = f"""
 
 def work(run: Runtime, show: Demo) -> None:
     """All of it."""
-    found = courses(run)
+    found = courses(run, show)
     if run.rank == 0:
         tell(found, show.figure)
 
@@ -90,9 +91,19 @@ def methods(run: Runtime) -> dict[str, Mapping[str, Any]]:
     }
 
 
-def courses(run: Runtime) -> list[Course]:
+def courses(run: Runtime, show: Demo) -> list[Course]:
     """Each method from the same beginning, on the same tokens. Collective."""
-    return [train(run, name, settings) for name, settings in methods(run).items()]
+    found = [train(run, name, settings) for name, settings in methods(run).items()]
+    for course in found:
+        show.part = f"loads, {course.name}"
+        dropped = sum(step.dropped for step in course.chosen)
+        show.claim(
+            "rows computed", "BTk - dropped", STEPS * ROWS * T * CHOICES - dropped, sum(map(sum, course.computed))
+        )
+    most = max(max(step) for step in found[-1].computed)
+    room = ROWS * math.ceil(CAPACITY * CHOICES * T / E)
+    show.claim("rows of an expert beyond ⌈ckT/E⌉ a row", "0", 0, max(0, most - room))
+    return found
 
 
 # -- the task ----------------------------------------------------------------------------------------------------------
