@@ -87,6 +87,7 @@ def random(seed: int) -> Tensor:
 
 def work(run: Runtime, show: Demo) -> None:
     """Every mode on every ep; then the loads."""
+    torch.set_num_threads(1)  # nothing here is large
     for mode in MODES:
         expected = alone(mode)
         for ep in (ep for ep in range(1, run.size + 1) if run.size % ep == 0 and E % ep == 0):

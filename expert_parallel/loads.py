@@ -93,6 +93,7 @@ def methods(run: Runtime) -> dict[str, Mapping[str, Any]]:
 
 def courses(run: Runtime, show: Demo) -> list[Course]:
     """Each method from the same beginning, on the same tokens. Collective."""
+    torch.set_num_threads(1)  # on any number of ranks: their processors' times are compared
     found = [train(run, name, settings) for name, settings in methods(run).items()]
     for course in found:
         show.part = f"loads, {course.name}"
