@@ -5,9 +5,9 @@
 
 Tokens are of 24 kinds, frequent and rare ones; a row has four of them. The task is to turn the signs of a token's
 channels, others for each kind. Twelve experts are shared by all ranks, and the router's first weights favour three, all
-of rank 0. The coefficients are larger than a model's, since there are 40 steps to see them work. What a rank computes,
-and its processor's time for it, forward and backward of the layer, are of the last ten. Lecture A, "Expert Parallel":
-"특정 expert에 token이 몰리면 capacity overflow와 straggler가 생깁니다".
+of rank 0. The coefficients are larger than a model's, since there are 40 steps to see them work. What a rank computes
+is of the last ten, and so is its processor's time, the median of forward and backward of the layer. Lecture A, "Expert
+Parallel": "특정 expert에 token이 몰리면 capacity overflow와 straggler가 생깁니다".
 """
 
 import math
@@ -48,7 +48,7 @@ class Course(NamedTuple):
     chosen: list[Observation]  # of each step
     computed: list[list[int]]  # [steps][E] rows, what was dropped is not among them
     errors: list[float]  # mean squares; 1 is what the answers are
-    seconds: list[float]  # of each rank's processor, the last steps together
+    seconds: list[float]  # of each rank's processor, the median of the last steps
 
     def busiest(self) -> float:
         """Rows of the rank with most, over a fair share, in the last steps."""
@@ -62,7 +62,7 @@ class Course(NamedTuple):
         chosen = [self.chosen[0].imbalance, mean(step.imbalance for step in last), self.busiest()]
         # IDEA: all ranks wait for the one with most to compute, so what counts is not the mean but max over mean.
         times = [max(self.seconds), mean(self.seconds)]
-        numbers = "".join(f"{each:9.2f}" for each in chosen) + "".join(f"{1e3 * each / LAST:9.1f}" for each in times)
+        numbers = "".join(f"{each:9.2f}" for each in chosen) + "".join(f"{1e3 * each:9.1f}" for each in times)
         router = f"{mean(step.overflow for step in last):9.1%}{mean(step.entropy for step in last):9.2f}"
         return f"{self.name:16}{numbers}{times[0] / times[1]:9.2f}{router}{mean(self.errors[-LAST:]):9.3f}"
 
@@ -160,7 +160,7 @@ def train(run: Runtime, name: str, settings: Mapping[str, Any]) -> Course:
             follow_load(layer.router.bias, seen[-1].tokens, BIAS_RATE)
         optimizer.step()
         optimizer.zero_grad()
-    everyones = comm.all_gather_object((computed, errors, sum(seconds[-LAST:])), group=run.world)
+    everyones = comm.all_gather_object((computed, errors, statistics.median(seconds[-LAST:])), group=run.world)
     by_rank, terms, seconds = zip(*everyones, strict=True)
     rows = [[count for mine in step for count in mine] for step in zip(*by_rank, strict=True)]
     return Course(name, seen, rows, [sum(each) for each in zip(*terms, strict=True)], list(seconds))
@@ -209,7 +209,7 @@ def draw(path: Path, found: Sequence[Course]) -> None:
         colours = upper.imshow(loads, aspect="auto", cmap="magma_r", vmin=0, vmax=4)
         upper.set(title=course.name, xlabel="step")
         ranks = range(len(course.seconds))
-        lower.bar(ranks, [1e3 * each / LAST for each in course.seconds], color="slategrey")
+        lower.bar(ranks, [1e3 * each for each in course.seconds], color="slategrey")
         lower.set(xlabel="rank", xticks=ranks)
     panels[0, 0].set_ylabel("expert")
     panels[1, 0].set_ylabel("processor, ms")
