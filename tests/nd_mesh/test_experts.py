@@ -33,6 +33,16 @@ def run(pool, job, cfg: Config, *args: Any) -> list[Any]:
 # -- the groups --------------------------------------------------------------------------------------------------------
 
 
+def described(run: Runtime, cfg: Config) -> list[str]:
+    return loop.describe(parity.built(run, cfg, parity.documents()))
+
+
+@pytest.mark.parametrize(("sequence", "each"), [(False, 2), (True, 1)])
+def test_a_run_says_where_its_experts_are(pool, sequence, each):
+    cfg = config(dp=2, tp=2, ep=2, sequence=sequence, pattern="dm")
+    assert f"layers [1] are mixtures of 4 experts, {each} a rank" in run(pool, described, cfg)[0]
+
+
 def test_the_expert_view():
     """Four data ranks in pairs that share experts; those with the same experts are two apart."""
     grid = Grid(MeshConfig(dp=2, fsdp=2, ep=2))
