@@ -78,6 +78,7 @@ def observe(records: Sequence[Record], device: torch.device, *, group: dist.Proc
     taken = [record.take(device) for record in records]
     if not taken:
         return []
+    # IDEA: all that is observed is a sum over tokens, so one message has it of all layers and ranks.
     sums = torch.cat(taken)
     comm.all_reduce(sums, group=group, ordered=True)
     return [_observation(part) for part in sums.split([len(each) for each in taken])]

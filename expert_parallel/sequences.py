@@ -53,6 +53,7 @@ def whole_rows(experts: Tensor, sequences: Sequences, group: dist.ProcessGroup |
     """
     if group is None or group.size() == 1:
         return experts
+    # IDEA: what depends on a whole row needs of other ranks' tokens their choices alone.
     small = experts.int()
     pieces = small.new_empty(group.size(), *small.shape)  # [P, B, T/P, k]
     comm.all_gather_single(pieces.flatten(0, 1), small, group=group)

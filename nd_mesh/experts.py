@@ -8,6 +8,8 @@ ep, and no expert is cut.
 What this composes are parts of expert_parallel/; this file says with which groups.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -17,6 +19,8 @@ from expert_parallel.observe import Record
 from nd_mesh.config import Config, ModelConfig
 from nd_mesh.mesh import Mesh
 from nd_mesh.model import Mixture
+
+_MEANS = ("balance", "z", "entropy", "overflow")
 
 
 def mixtures(model: nn.Module) -> dict[int, Mixture]:
@@ -74,3 +78,15 @@ class Observer:
 def _records(model: ModelConfig, mine: dict[int, Mixture]) -> dict[int, Record]:
     layers = filter(model.mixture, range(model.layers))
     return {layer: mine[layer].record if layer in mine else Record(model.experts) for layer in layers}
+
+
+def summary(observed: dict[int, Observation]) -> dict[str, Any] | None:
+    """What a record of a step has of its mixtures, None without any: means over layers, of the imbalance the largest,
+    and the tokens of each layer's experts.
+    """
+    if not observed:
+        return None
+    layers = observed.values()
+    means = {name: sum(getattr(each, name) for each in layers) / len(layers) for name in _MEANS}
+    tokens = {str(layer): each.tokens.tolist() for layer, each in observed.items()}
+    return {**means, "imbalance": max(each.imbalance for each in layers), "tokens": tokens}

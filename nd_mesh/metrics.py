@@ -29,6 +29,7 @@ class Record:
     seconds: float  # of the whole step
     slowest: float  # seconds of forward and backward on the rank that took longest, before it waits for the others
     median: float  # the same, of the median rank
+    experts: dict[str, Any] | None = None  # of mixtures: losses without coefficients, entropy, overflow, loads
 
 
 COLUMNS = "step, loss, gradient norm, rate, throughput, forward and backward of the slowest/the median rank, time left"
@@ -69,13 +70,14 @@ class Report:
 
     def step(self, record: Record) -> None:
         """Move the progress line on, and write the record. About twenty lines of a run stay on the terminal."""
-        self._write(asdict(record))
+        self._write({name: value for name, value in asdict(record).items() if value is not None})
         self.seconds += record.seconds
         left = self.seconds / (record.step - self.first) * (self.steps - record.step)
         line = (
             f"{record.step:>{len(str(self.steps))}}/{self.steps}  loss {record.loss:.4f}  |g| {record.grad_norm:.2f}  "
             f"lr {record.lr:.1e}  {record.tokens / record.seconds / 1000:.1f}k tok/s  "
             f"{record.slowest:.2f}/{record.median:.2f} s  {_clock(left)}"
+            + (f"  busiest expert ×{record.experts['imbalance']:.2f}" if record.experts else "")
         )
         if self.console.is_terminal:
             self.progress.start()

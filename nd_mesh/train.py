@@ -28,7 +28,7 @@ from expert_parallel import Observation
 from nd_mesh import data, manifest
 from nd_mesh.config import Config, ConfigError, TrainConfig
 from nd_mesh.context import Rows
-from nd_mesh.experts import Observer
+from nd_mesh.experts import Observer, summary
 from nd_mesh.mesh import Mesh
 from nd_mesh.metrics import Record
 from nd_mesh.model import GPT, IGNORE
@@ -90,7 +90,9 @@ class Trainer:
         loss, count, busy = self.gradients(step)
         norm, lr = self.update(step, count)
         slowest, median = self._over_ranks(busy)
-        return Record(step + 1, loss, count, norm, lr, time.perf_counter() - began, slowest, median)
+        return Record(
+            step + 1, loss, count, norm, lr, time.perf_counter() - began, slowest, median, summary(self.observed)
+        )
 
     def gradients(self, step: int) -> tuple[float, int, float]:
         """Forward and backward of global batch `step`. Returns its loss, its valid tokens and this rank's seconds of

@@ -131,7 +131,36 @@ def test_refused_files(toml, text, words):
         ),
         ({"parallel": {"virtual": 2}}, 1, "parallel.virtual is of a pipeline: leave it out, or use mesh.pp"),
         ({"parallel": {"virtual": -1}}, 1, "parallel.virtual=-1 must not be negative"),
-        ({"mesh": {"dp": 2, "ep": 2}}, 2, "mesh.ep=2: there is no strategy for ep yet"),
+        (
+            {"mesh": {"dp": 2, "ep": 2}},
+            2,
+            "mesh.ep=2 shares experts, and there are none: use mesh.ep=1, or model.experts",
+        ),
+        (
+            {"mesh": {"dp": 2, "ep": 4}},
+            2,
+            "mesh.ep=4 is folded out of the 2 ranks of dp · fsdp · cp, and must divide them",
+        ),
+        (
+            {"mesh": {"dp": 4, "ep": 4}, "model": {"experts": 6}},
+            4,
+            "mesh.ep=4 does not divide model.experts=6; use an ep of 1 or 2",
+        ),
+        (
+            {"mesh": {"dp": 2, "tp": 2, "ep": 2}, "model": {"experts": 6}, "parallel": {"sequence": True}},
+            *(
+                4,
+                "mesh.ep=2 · mesh.tp=2, which sequence parallelism folds into it, does not divide model.experts=6",
+            ),
+        ),
+        ({"model": {"experts": 2, "choices": 3}}, 1, "model.choices=3 of model.experts=2: choose at most all"),
+        (
+            {"model": {"experts": 2, "pattern": "dx"}},
+            1,
+            "model.pattern='dx' must be of letters d, a dense layer, and m",
+        ),
+        ({"model": {"experts": 2, "pattern": "d"}}, 1, "model.pattern='d' leaves all 4 layers dense"),
+        ({"mesh": {"tp": 2}, "model": {"experts": 2, "expert_hidden": 9}}, 2, "does not divide model.expert_hidden=9"),
         ({"mesh": {"fsdp": 2}, "parallel": {"data": "zero3"}}, 2, "parallel.data=zero3 works over mesh.dp: use"),
         ({"parallel": {"recompute": ("blok",)}}, 1, "parallel.recompute has 'blok': use some of block, attend_norm"),
         ({"parallel": {"recompute": ("block", "ffn")}}, 1, "has a block and parts of it: use block alone"),

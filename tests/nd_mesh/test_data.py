@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from context_parallel import NOWHERE
 from nd_mesh import data
 from nd_mesh.config import ConfigError, DataConfig
 from nd_mesh.data import Stream, deal, microbatches
@@ -97,7 +98,7 @@ def test_packed_row():
     ids, labels, documents, positions = Stream(np.array([1, 2, 3, 4, 5, 6]), np.array([0, 3, 5]), 8).rows(np.array([0]))
     assert ids.tolist() == [[1, 2, 3, 4, 5, 6, 0, 0]]
     assert labels.tolist() == [[2, 3, IGNORE, 5, IGNORE, IGNORE, IGNORE, IGNORE]]
-    assert documents.tolist() == [[0, 0, 0, 1, 1, 2, 3, 3]]
+    assert documents.tolist() == [[0, 0, 0, 1, 1, 2, NOWHERE, NOWHERE]]
     assert positions.tolist() == [[0, 1, 2, 0, 1, 0, 0, 1]]
 
 
