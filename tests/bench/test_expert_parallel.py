@@ -18,19 +18,15 @@ BALANCE = 0.01  # the layer's coefficient, if nobody sets another
 @pytest.mark.parametrize("experts", bench.SIZES)
 @pytest.mark.parametrize("size", SIZES)
 def test_layer(pool, benchmark, size, experts, routing):
-    ranks.record(benchmark, pool, size, bench.layer, sized(benchmark, experts), routing)
+    ranks.record(
+        benchmark, pool, size, bench.layer, bench.SMALL if benchmark.disabled else bench.SIZES[experts], routing
+    )
 
 
 @pytest.mark.benchmark(timer=ranks.clock)
-@pytest.mark.parametrize("dtype", bench.DTYPES)
-@pytest.mark.parametrize("routing", bench.ROUTINGS)
-@pytest.mark.parametrize("experts", bench.SIZES)
-def test_experts_alone(pool, benchmark, experts, routing, dtype):
-    ranks.record(benchmark, pool, 1, bench.products, sized(benchmark, experts), routing, dtype)
-
-
-def sized(benchmark, experts):
-    return bench.SMALL if benchmark.disabled else bench.SIZES[experts]
+@pytest.mark.parametrize(("size", "dtype"), bench.ALONE)
+def test_experts_alone(pool, benchmark, size, dtype):
+    ranks.record(benchmark, pool, 1, bench.products, bench.SMALL if benchmark.disabled else size, dtype, rounds=5)
 
 
 def swiglu(x, gate, up, down):
