@@ -30,6 +30,7 @@ def sequence_balance(shares: Tensor, routed: Tensor, counts: Tensor, choices: in
     shares [B, T/P, E] and routed [B, T/P] are of this rank's tokens, counts [B, E] those of the choices of the whole
     row. A row without a routed token has 0.
     """
+    counts = counts.to(shares.dtype)
     tokens = (counts.sum(1, keepdim=True) / choices).clamp(min=1)  # [B, 1] of the whole row
     f = counts * (counts.size(1) / (choices * tokens))  # [B, E]
     p = (shares * routed.unsqueeze(-1)).sum(1) / tokens  # [B, E] {+sequence}
@@ -46,6 +47,7 @@ def batch_balance(
     counts = counts.clone()
     if group is not None and group.size() > 1:
         comm.all_reduce(counts, group=group)
+    counts = counts.to(shares.dtype)
     tokens = counts.sum() / choices
     f = counts * (len(counts) / (choices * tokens.clamp(min=1)))  # [E]
     p = (shares * routed.unsqueeze(-1)).sum((0, 1)) / tokens.clamp(min=1)  # [E] {+group}
@@ -82,5 +84,5 @@ def follow_load(bias: Tensor, tokens: Tensor, rate: float) -> None:
     """Once a step: move the router's bias [E], in place, against the load: the choices [E] of the whole global batch,
     the same on every rank, and so the biases stay equal.
     """
-    load = tokens.to(bias.dtype)
-    bias += rate * torch.sign(load.mean() - load)
+    below = torch.sign(tokens.sum() - len(tokens) * tokens)  # of integers, exactly
+    bias += rate * below.to(bias.dtype)

@@ -62,8 +62,9 @@ class Dispatch:
     def combine(self, outputs: Tensor, weights: Tensor) -> Tensor:
         """outputs of the experts, in the order of `arrive`, and weights [N, k] -> [N, D]."""
         back = Exchange(self._by_rank(outputs), self.takes, self.gives, group=self.group).wait()
-        choices = back.new_zeros(weights.numel(), back.size(1)).index_copy(0, self.order, back)
-        return (choices.view(*self.shape, back.size(1)) * weights.unsqueeze(-1)).sum(1)
+        choices = back.new_zeros(weights.numel(), back.size(1)).index_copy_(0, self.order, back)
+        outputs = choices.view(*self.shape, back.size(1))  # [N, k, D], zeros for what was not sent
+        return torch.bmm(weights.unsqueeze(1), outputs).squeeze(1)
 
     def _by_expert(self, rows: Tensor) -> Tensor:
         return _reordered(rows, self.blocks)

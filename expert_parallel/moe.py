@@ -39,6 +39,10 @@ class Losses:
     over: Literal["sequence", "batch"] = "sequence"
     statistics: dist.ProcessGroup | None = None  # of "batch"; None: this rank's tokens
 
+    def __post_init__(self) -> None:
+        if self.over not in ("sequence", "batch"):
+            raise ValueError(f"over={self.over!r} is unknown: use sequence or batch")
+
 
 class MoE(nn.Module):
     """The layer, as a function of [B, T, D]: a sequence a row.
@@ -87,9 +91,8 @@ class MoE(nn.Module):
         self.group, self.sequence_group = group, sequence_group or self.sequence_group
 
     def forward(self, x: Tensor, sequences: Sequences | None = None) -> Tensor:  # [B, T/P, D]
-        if x.dim() != 3:
-            raise ValueError(f"x of shape {list(x.shape)} is no rows of tokens: give it as [B, T, D]")
         sequences = Sequences.whole(x) if sequences is None else sequences
+        sequences.check(x, self.router.weight.size(1), self.sequence_group)
         routing = self.router(x)
         experts = routing.experts.where(sequences.routed.unsqueeze(-1), NOBODY)  # [B, T/P, k]
         rows = whole_rows(experts, sequences, self.sequence_group)  # [B, T, k]

@@ -114,6 +114,12 @@ def describe(trainer: Trainer) -> list[str]:
     if isinstance(trainer.model, Stages):
         plan, blocks = trainer.model.plan, [len(layers) for layers in layers_of_stages(config, trainer.model.plan)]
         lines.append(f"pipeline {plan.name}: {plan.stages} stages of {blocks} blocks, {plan.microbatches} microbatches")
+    if config.model.experts:
+        mixed = [layer for layer in range(config.model.layers) if config.model.mixture(layer)]
+        folded = config.mesh.ep * (config.mesh.tp if config.parallel.sequence else 1)
+        lines.append(
+            f"layers {mixed} are mixtures of {config.model.experts} experts, {config.model.experts // folded} a rank"
+        )
     if (padded := trainer.rows.slots(config.data.context).numel()) > config.data.context:
         lines.append(f"rows of {config.data.context} tokens are padded to {padded}")
     parts = trainer.mesh.size("batch")

@@ -1,8 +1,9 @@
 """Parity: training steps on a mesh, judged against the independent reference in float64.
 
-Judged in this order: the initial weights (equal bits on every rank), then of every step the number of valid tokens, the
-loss, the gradient before clipping, its norm, and the update. Never per element: a tensor's error is measured against
-its largest entry. Every run is then saved, resumed on another mesh, and judged for two more steps.
+Judged in this order: the initial weights (equal bits on every rank), then of every step the number of valid tokens,
+the tokens of each expert and those that were dropped, the losses, the gradient before clipping, its norm, the update,
+and the routers' biases. Never per element: a tensor's error is measured against its largest entry; counts and biases
+must be equal. Every run is then saved, resumed on another mesh, and judged for two more steps.
 """
 
 import functools
@@ -12,7 +13,7 @@ import random
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from tests.reference import loop
 
 ULP = torch.finfo(torch.float64).eps
 STEPS, MORE = 3, 2  # before and after the checkpoint
+KINDS = ("loss", "norm", "gradient", "update")
 VOCAB, CONTEXT = 37, 12
 MODEL = ModelConfig(vocab=VOCAB, layers=3, width=24, heads=12, kv_heads=2, hidden=24, rope_base=50.0)
 SGD = TrainConfig(
@@ -43,6 +45,19 @@ SGD = TrainConfig(
 # At the usual eps of 1e-8 the noise of a gradient over eps is 1e-9; at larger steps rounding grows by itself, and what
 # five of them make of it on one process is no longer small beside what is allowed.
 ADAMW = replace(SGD, optimizer="adamw", lr=0.02, betas=(0.8, 0.9), eps=1e-4)
+
+# Mixtures of experts. 12 of them are shared by up to 6 ranks, 8 by 8; some have less to do than there are microbatches.
+# A top 1 is not renormalised: its weight would be 1, and the router have no gradient.
+SOFTMAX = {"expert_hidden": 12, "balance": 0.05, "z_loss": 0.02}
+SIGMOID = {"expert_hidden": 12, "score": "sigmoid", "balance": 0.02, "bias_rate": 0.05, "scale": 1.5}
+MIXTURES = {
+    "dense": {},
+    "softmax 2 of 12": {"experts": 12, **SOFTMAX},
+    "sigmoid 3 of 12, bias, shared": {"experts": 12, "choices": 3, "pattern": "dm", "shared_hidden": 12, **SIGMOID},
+    "softmax 1 of 8, capacity": {"experts": 8, "choices": 1, "renormalise": False, "capacity": 1.0, **SOFTMAX},
+    "sigmoid 2 of 4, bias, capacity": {"experts": 4, "pattern": "mmd", "capacity": 0.75, "z_loss": 0.01, **SIGMOID},
+}
+OF_ROUTERS = ("choices", "score", "renormalise", "scale", "capacity", "balance", "z_loss", "bias_rate")
 
 
 def config(*, train: TrainConfig = SGD, **settings: Any) -> Config:
@@ -68,6 +83,7 @@ WHERE = {
     "dp": (1, 2, 3, 4, 8),
     "fsdp": (1, 2, 3, 4),
     "tp": (1, 2, 3, 4),
+    "ep": (1, 2, 3, 4, 8),
     "sequence": (False, True),
     "save_gathered": (False, True),
     "data": (*DATA_STRATEGIES, "fsdp"),
@@ -83,12 +99,10 @@ WHAT = {
     "tied": (False, True),
     "kv_heads": (2, 6, 1),
     "train": (SGD, ADAMW),
+    "mixture": tuple(MIXTURES),
 }
-AXES = ("pipeline", "context", "fsdp", "tp", "data")  # more of these are tried together
-FREE = ("recompute", "microbatches", "dropout", "tied", "train")  # whatever the others are
-
-
-Combination = tuple[tuple[str, Any], ...]  # of some options, each with a value
+AXES = ("pipeline", "context", "fsdp", "tp", "ep", "data")  # more of these are tried together
+FREE = ("recompute", "microbatches", "dropout", "tied", "train", "mixture")  # whatever the others are; but for `shared`
 
 
 @dataclass(frozen=True)
@@ -106,6 +120,7 @@ def cases(together: int, of_axes: int = 0, ranks: int = 8) -> list[Case]:
     """
     chosen = [case(ranks, **some) for some in covering(WHERE | WHAT, together, of_axes, ranks)]
     all_at_once = {"pipeline": "2 zbv", "fsdp": 2, "tp": 2, "sequence": True, "data": "fsdp", "tied": True}
+    all_at_once |= {"ep": 2, "mixture": "sigmoid 3 of 12, bias, shared"}
     more = [
         {"dp": 4, "microbatches": 2, "dropout": 0.1, "batch": 2},
         {"dp": 8, "dropout": 0.1, "batch": 3, "train": ADAMW},
@@ -117,38 +132,41 @@ def cases(together: int, of_axes: int = 0, ranks: int = 8) -> list[Case]:
 
 def possible(choice: dict[str, Any], ranks: int = 8) -> bool:
     """Whether there is such a run, on at most so many ranks, and no other choice is the same run."""
-    sharded, usual = choice["data"] == "fsdp", usual_ones(choice)
+    sharded = choice["data"] == "fsdp"
     pp, tp, kv_heads = ranks_of(choice, "pipeline"), choice["tp"], choice["kv_heads"]
     cp, method, _ = choice["context"].split()
     return (
-        size(choice) <= ranks
-        and fits(int(cp), method, MODEL.heads // tp, max(1, kv_heads // tp))
-        and sensible(choice)
-        and (pp > 1 or "reduce_each" in usual)
-        and (pp == 1 or "prefetch" in usual)
+        (pp > 1 or usual(choice, "reduce_each"))
+        and (pp == 1 or usual(choice, "prefetch"))
         and tp in cut.degrees(MODEL.heads, kv_heads)
-        and (tp > 1 or "sequence" in usual)
-        and (choice["sequence"] or (cp != "1" and method == "all_gather") or "save_gathered" in usual)
-        and (sharded or "fsdp" in usual)
-        and (sharded or pp > 1 or "reshard" in usual)
+        and (tp > 1 or usual(choice, "sequence"))
+        and (choice["sequence"] or (cp != "1" and method == "all_gather") or usual(choice, "save_gathered"))
+        and (sharded or usual(choice, "fsdp"))
+        and (sharded or pp > 1 or usual(choice, "reshard"))
+        and sensible(choice)
+        and fits(int(cp), method, MODEL.heads // tp, max(1, kv_heads // tp))
+        and any(shared(mixture, choice) for mixture in MIXTURES)
+        and data_ranks(choice) % choice["ep"] == 0
+        and size(choice) <= ranks
     )
 
 
 def sensible(choice: dict[str, Any]) -> bool:
     """Whether each setting of the data strategy is one that it has, whatever the mesh."""
-    data, usual = choice["data"], usual_ones(choice)
+    data = choice["data"]
     return (
         data != "auto"
-        and ("reduce_each" in usual or data in ("zero3", "fsdp"))
-        and ("prefetch" in usual or data == "fsdp")
-        and ("reshard" in usual or data in ("zero3", "fsdp"))
-        and ("cap" in usual or data not in ("naive", "zero3", "fsdp"))
+        and (usual(choice, "reduce_each") or data in ("zero3", "fsdp"))
+        and (usual(choice, "prefetch") or data == "fsdp")
+        and (usual(choice, "reshard") or data in ("zero3", "fsdp"))
+        and (usual(choice, "cap") or data not in ("naive", "zero3", "fsdp"))
     )
 
 
-def usual_ones(choice: dict[str, Any]) -> set[str]:
-    """The options of WHERE that are as they are where nobody asks for another."""
-    return {name for name, values in WHERE.items() if choice.get(name, values[0]) == values[0]}
+def usual(choice: dict[str, Any], name: str) -> bool:
+    """Whether an option of WHERE is as it is where nobody asks for another."""
+    usual = WHERE[name][0]
+    return choice.get(name, usual) == usual
 
 
 def ranks_of(choice: dict[str, Any], option: str) -> int:
@@ -162,6 +180,18 @@ def size(choice: dict[str, Any]) -> int:
     return math.prod([ranks_of(choice, "pipeline"), ranks_of(choice, "context"), *lengths])
 
 
+def data_ranks(choice: dict[str, Any]) -> int:
+    """Those with tokens of their own, out of which ep is folded."""
+    return choice["dp"] * choice["fsdp"] * ranks_of(choice, "context")
+
+
+def shared(mixture: str, choice: dict[str, Any]) -> bool:
+    """Whether the ranks can share its experts, each as many. A dense model has none."""
+    ranks = choice["ep"] * (choice["tp"] if choice["sequence"] else 1)
+    experts = MIXTURES[mixture].get("experts")
+    return experts % ranks == 0 if experts else choice["ep"] == 1
+
+
 def fits(cp: int, method: str, heads: int, kv_heads: int) -> bool:
     """Whether the ranks that exchange heads can share them."""
     exchanging = {"ulysses": cp, "ring_ulysses": 2}.get(method, 1)
@@ -172,9 +202,9 @@ def fits(cp: int, method: str, heads: int, kv_heads: int) -> bool:
 def rows(ranks: int) -> list[dict[str, Any]]:
     """All possible choices of the options that depend on each other."""
     options = {name: values for name, values in (WHERE | WHAT).items() if name not in FREE}
-    axes = ("pipeline", "context", "dp", "fsdp", "tp")
+    axes = ("pipeline", "context", "dp", "fsdp", "tp", "ep")
     meshes = [dict(zip(axes, sizes, strict=True)) for sizes in itertools.product(*(options[axis] for axis in axes))]
-    fitting = [mesh for mesh in meshes if size(mesh) <= ranks]
+    fitting = [mesh for mesh in meshes if size(mesh) <= ranks and data_ranks(mesh) % mesh["ep"] == 0]
     others = [name for name in options if name not in axes]
     rest = [dict(zip(others, values, strict=True)) for values in itertools.product(*(options[name] for name in others))]
     rest = [other for other in rest if sensible(other)]
@@ -184,19 +214,28 @@ def rows(ranks: int) -> list[dict[str, Any]]:
 def case(ranks: int = 8, /, **options: Any) -> Case:
     """The case of these options. It is resumed elsewhere, with another tp and as many other options as can be."""
     first = {name: options.get(name, values[0]) for name, values in WHERE.items()}
-    draw, kv_heads = random.Random(told(options)), options.get("kv_heads", WHAT["kv_heads"][0])
-    others = [row for row in rows(ranks) if row["tp"] != first["tp"] and row["kv_heads"] == kv_heads]
+    draw = random.Random(told(options))
+    kv_heads, mixture = (options.get(name, WHAT[name][0]) for name in ("kv_heads", "mixture"))
+    others = elsewhere(ranks, first["tp"], kv_heads, mixture)
     drawn = [{name: row.get(name, draw.choice(WHERE[name])) for name in WHERE} for row in draw.choices(others, k=100)]
     then = max(drawn, key=lambda choice: sum(choice[name] != first[name] for name in WHERE))
     name = f"{told(options)}, {options.get('train', SGD).optimizer}; then {told(then)}"
     return Case(name, run_of(options), run_of({**options, **then}))
 
 
+@functools.cache
+def elsewhere(ranks: int, tp: int, kv_heads: int, mixture: str) -> list[dict[str, Any]]:
+    """All choices of such a model, with another tp."""
+    others = [row for row in rows(ranks) if row["tp"] != tp and row["kv_heads"] == kv_heads]
+    return [row for row in others if shared(mixture, row)]
+
+
 def run_of(options: dict[str, Any]) -> Config:
     """The run of these options. In a pipeline the few blocks are strewn over the stages: some have none, maybe the
     first or the last.
     """
-    settings = {name: value for name, value in options.items() if name not in ("pipeline", "context")}
+    settings = {name: value for name, value in options.items() if name not in ("pipeline", "context", "mixture")}
+    settings |= MIXTURES[options.get("mixture", "dense")]
     pp, name, *virtual = options.get("pipeline", "1 1f1b").split()
     cp, method, order = options.get("context", "1 ring zigzag").split()
     settings |= {"pp": int(pp), "schedule": name, "virtual": int(*virtual)}
@@ -224,29 +263,47 @@ def covering(options: dict[str, Sequence[Any]], together: int, of_axes: int, ran
     with most combinations that have not occurred.
     """
     draw, all_rows = random.Random(0), rows(ranks)
-    missing: dict[Combination, None] = {}  # in order
-    names_together = combinations(options, together, of_axes)
-    for names in names_together:
-        limited, free = [[name for name in names if (name in FREE) == kind] for kind in (False, True)]
-        for values in dict.fromkeys(tuple(row[name] for name in limited) for row in all_rows):
-            for others in itertools.product(*(options[name] for name in free)):
-                known = dict(zip([*limited, *free], [*values, *others], strict=True))
-                missing[tuple((name, known[name]) for name in names)] = None
+    having = {
+        name: {value: {i for i, row in enumerate(all_rows) if row[name] == value} for value in values}
+        for name, values in options.items()
+        if name not in FREE
+    }  # the numbers of rows
+    having["mixture"] = {mixture: {i for i, row in enumerate(all_rows) if shared(mixture, row)} for mixture in MIXTURES}
+    missing = {names: occurring(options, names, all_rows) for names in combinations(options, together, of_axes)}
     taken = []
     while missing:
-        wanted = dict(next(iter(missing)))
-        fitting = [row for row in all_rows if all(row[name] == value for name, value in wanted.items() if name in row)]
-        drawn = [
-            {name: wanted.get(name, row[name] if name in row else draw.choice(options[name])) for name in options}
-            for row in draw.choices(fitting, k=20)
-        ]
-        new = [[tuple((name, choice[name]) for name in names) for names in names_together] for choice in drawn]
-        new = [[each for each in occurring if each in missing] for occurring in new]
-        best = max(range(len(drawn)), key=lambda i: len(new[i]))
-        taken.append(drawn[best])
-        for each in new[best]:
-            del missing[each]
+        names, values = next((names, next(iter(left))) for names, left in missing.items())
+        wanted = dict(zip(names, values, strict=True))
+        fitting = [having[name][value] for name, value in wanted.items() if name in having]
+        numbers = sorted(set.intersection(*fitting)) if fitting else range(len(all_rows))
+        drawn = []
+        for i in draw.choices(numbers, k=20):
+            free = options | {"mixture": [mixture for mixture in options["mixture"] if i in having["mixture"][mixture]]}
+            known = all_rows[i] | {name: draw.choice(free[name]) for name in FREE} | wanted
+            drawn.append({name: known[name] for name in options})
+        taken.append(max(drawn, key=lambda choice: sum(_of(choice, names) in left for names, left in missing.items())))
+        for names, left in list(missing.items()):
+            left.pop(_of(taken[-1], names), None)
+            if not left:
+                del missing[names]
     return taken
+
+
+def occurring(options: dict[str, Sequence[Any]], names: Iterable[str], all_rows: list[dict[str, Any]]) -> dict:
+    """All combinations of values that these options have together, in order."""
+    limited, free = [[name for name in names if (name in FREE) == kind] for kind in (False, True)]
+    needed = [*limited, *(("ep", "tp", "sequence") if "mixture" in free else ())]
+    found = {}
+    for values in dict.fromkeys(_of(row, needed) for row in all_rows):
+        for others in itertools.product(*(options[name] for name in free)):
+            known = dict(zip([*needed, *free], [*values, *others], strict=True))
+            if "mixture" not in known or shared(known["mixture"], known):
+                found[_of(known, names)] = None
+    return found
+
+
+def _of(choice: dict[str, Any], names: Iterable[str]) -> tuple[Any, ...]:
+    return tuple([choice[name] for name in names])
 
 
 def combinations(options: Iterable[str], together: int, of_axes: int) -> list[tuple[str, ...]]:
@@ -262,16 +319,27 @@ def documents() -> list[np.ndarray]:
     return [numbers.integers(0, VOCAB, length).astype(np.uint8) for length in lengths]
 
 
+Piece = tuple[str, tuple[layout.Box, ...], np.ndarray]  # what a rank has of a tensor: its name, boxes, and values
+
+
 @dataclass(frozen=True)
 class Step:
-    """One step of one rank, in the reference's terms."""
+    """One step of one rank, in the reference's terms: tensors whole by name, or the rank's pieces of them."""
 
     loss: float
     count: int
     grad_norm: float
-    grads: dict[str, Tensor]
-    params: dict[str, Tensor]
+    grads: dict[str, Tensor] | list[Piece]
+    params: dict[str, Tensor] | list[Piece]
     lr: float
+    balance: dict[int, float] = field(default_factory=dict)
+    z: dict[int, float] = field(default_factory=dict)
+    tokens: dict[int, Tensor] = field(default_factory=dict)
+    dropped: dict[int, int] = field(default_factory=dict)
+    biases: dict[str, Tensor] | list[Piece] = field(default_factory=dict)
+
+
+Run = tuple[dict[str, Tensor] | list[Piece], list[Step]]  # initial weights, and the steps that were done
 
 
 def stream(documents: list[np.ndarray], context: int) -> Stream:
@@ -280,18 +348,23 @@ def stream(documents: list[np.ndarray], context: int) -> Stream:
 
 
 def train(
-    run: Runtime,
-    config: Config,
-    documents: list[np.ndarray],
-    steps: int,
-    save: Path | None = None,
-    *,
-    equal_bits: bool = True,
+    run: Runtime, config: Config, documents: list[np.ndarray], steps: int, *, equal_bits: bool = True
 ) -> tuple[dict[str, Tensor], list[Step]]:
-    """On each rank: its initial weights and the steps it did, saved at the end into `save`."""
+    """On each rank: its initial weights and the steps it did, whole; of its own a rank has its own. Equal boxes must
+    have equal bits, unless that is not asked for.
+    """
+    mine = pieces(run, config, documents, steps)
+    everyones = comm.all_gather_object(mine, group=run.world) if run.size > 1 else []
+    return together([*everyones, mine], equal_bits)
+
+
+def pieces(
+    run: Runtime, config: Config, documents: list[np.ndarray], steps: int, save: Path | None = None
+) -> tuple[list[Piece], list[Step]]:
+    """On each rank: its pieces of the initial weights and of the steps it did, saved at the end into `save`."""
     trainer = built(run, config, documents)
-    initial = parameters(trainer)
-    done = [one_step(trainer, step, equal_bits) for step in range(steps)]
+    initial = weights(trainer)
+    done = [one_step(trainer, step) for step in range(steps)]
     if save:
         with trainer.checkpoints(save) as checkpoints:
             trainer.save(checkpoints, steps)
@@ -299,7 +372,7 @@ def train(
 
 
 def go_on(run: Runtime, config: Config, documents: list[np.ndarray], steps: int, saved: Path) -> list[Step]:
-    """On each rank: as many steps more, from the latest checkpoint in `saved`."""
+    """On each rank: its pieces of as many steps more, from the latest checkpoint in `saved`."""
     trainer = built(run, config, documents)
     first = trainer.resume(saved).step
     return [one_step(trainer, step) for step in range(first, first + steps)]
@@ -311,43 +384,69 @@ def built(run: Runtime, config: Config, documents: list[np.ndarray]) -> Trainer:
     return Trainer(config, tokens, tokens, run)
 
 
-def parameters(trainer: Trainer) -> dict[str, Tensor]:
-    """The weights that the ranks compute with, by name; of its own a rank has its own."""
-    with trainer.handle.whole():
-        mine = [(param.held.name, param.held.boxes, param.detach().cpu()) for param in trainer.model.parameters()]
-        return put_together(trainer, mine)
-
-
-def gradients(trainer: Trainer) -> dict[str, Tensor]:
-    """The whole gradient by name."""
-    params = trainer.handle.parameters()
-    return put_together(trainer, [(param.held.name, param.held.boxes, param.grad.cpu()) for param in params])
-
-
-def put_together(trainer: Trainer, mine: list[tuple[str, tuple[layout.Box, ...], Tensor]]) -> dict[str, Tensor]:
-    """Whole tensors by name from the boxes of all ranks, this rank's own last; none is asked if its own are whole."""
-    whole_here = all(boxes == (layout.Box.whole(values.shape),) for _, boxes, values in mine)
-    if whole_here and trainer.mesh.size("pp") == 1:
-        return {name: values.clone() for name, _, values in mine}
-    whole = {}
-    arrays = [(name, boxes, values.clone().numpy()) for name, boxes, values in mine]  # pickled much faster
-    for name, boxes, array in itertools.chain(*comm.all_gather_object(arrays, group=trainer.run.world), arrays):
-        values = torch.from_numpy(array)
-        for box, part in zip(boxes, values.flatten().split([box.numel for box in boxes]) if boxes else (), strict=True):
-            known = whole.setdefault(name, torch.full(box.shape, math.nan, dtype=values.dtype))
-            known[box.slices(layout.Box.whole(box.shape))] = part.view(box.local)
-    return whole
-
-
-def one_step(trainer: Trainer, step: int, equal_bits: bool = True) -> Step:
-    """Do a step, in its two halves. Equal boxes must have gradients of equal bits, unless that is not asked for."""
-    params = trainer.handle.parameters()
+def one_step(trainer: Trainer, step: int) -> Step:
+    """Do a step, in its two halves."""
     loss, count, _ = trainer.gradients(step)
-    if equal_bits:
-        layout.check_copies(((param.held, param.grad) for param in params), trainer.run.world)
-    grads = gradients(trainer)
+    params = trainer.handle.parameters()
+    grads = [(param.held.name, param.held.boxes, copied(param.grad)) for param in params]
     norm, lr = trainer.update(step, count)
-    return Step(loss, count, norm, grads, parameters(trainer), lr)
+    return Step(loss, count, norm, grads, weights(trainer), lr, **of_mixtures(trainer))
+
+
+def parameters(trainer: Trainer) -> dict[str, Tensor]:
+    """On each rank the whole weights that the ranks compute with."""
+    return whole(comm.all_gather_object(weights(trainer), group=trainer.run.world))
+
+
+def weights(trainer: Trainer) -> list[Piece]:
+    """A rank's pieces of the weights that it computes with."""
+    with trainer.handle.whole():
+        return [(param.held.name, param.held.boxes, copied(param)) for param in trainer.model.parameters()]
+
+
+def of_mixtures(trainer: Trainer) -> dict[str, Any]:
+    """What the trainer tells of the mixtures' step, and their biases after it."""
+    observed = {
+        name: {layer: getattr(seen, name) for layer, seen in trainer.observed.items()}
+        for name in ("balance", "z", "tokens", "dropped")
+    }
+    biases = [(name, (layout.Box.whole(bias.shape),), copied(bias)) for name, bias in trainer.biases().items()]
+    return observed | {"biases": biases}
+
+
+def copied(values: Tensor) -> np.ndarray:
+    return values.detach().cpu().clone().numpy()  # of memory that fsdp does not free
+
+
+def together(ranks: list[Run], equal_bits: bool = True) -> Run:
+    """A run from all ranks' pieces of it; its numbers are the last one's."""
+    initial = whole([initial for initial, _ in ranks], equal_bits)
+    steps = zip(*(done for _, done in ranks), strict=True)
+    return initial, [whole_step(of_ranks, equal_bits) for of_ranks in steps]
+
+
+def whole_step(ranks: Sequence[Step], equal_bits: bool = True) -> Step:
+    """The same of one step."""
+    tensors = {
+        name: whole([getattr(step, name) for step in ranks], equal_bits) for name in ("grads", "params", "biases")
+    }
+    return replace(ranks[-1], **tensors)
+
+
+def whole(ranks: Iterable[list[Piece]], equal_bits: bool = True) -> dict[str, Tensor]:
+    """Whole tensors by name. Where several ranks have the same they must have equal bits, or else the last one's
+    count.
+    """
+    found: dict[str, np.ndarray] = {}
+    for name, boxes, values in itertools.chain(*ranks):
+        parts = np.split(values.ravel(), np.cumsum([box.numel for box in boxes])[:-1])
+        for box, part in zip(boxes, parts, strict=bool(boxes)):
+            known = found.setdefault(name, np.full(box.shape, math.nan, values.dtype))
+            place, ours = box.slices(layout.Box.whole(box.shape)), part.reshape(box.local)
+            same = np.isnan(known[place]) | (known[place] == ours)
+            assert same.all() or not equal_bits, f"{name}: two ranks differ in bits"
+            known[place] = ours
+    return {name: torch.from_numpy(values) for name, values in found.items()}
 
 
 def reference(config: Config, weights: dict[str, Tensor], documents: list[np.ndarray], steps: int) -> list[loop.Record]:
@@ -362,6 +461,7 @@ def reference(config: Config, weights: dict[str, Tensor], documents: list[np.nda
         **{"optimizer": train.optimizer, "lr": train.lr, "warmup": train.warmup, "min_lr_ratio": train.min_lr},
         **{"weight_decay": train.weight_decay, "betas": train.betas, "eps": train.eps, "momentum": train.momentum},
         **{"clip": train.clip or None, "rope_base": model.rope_base},
+        experts={name: getattr(model, name) for name in OF_ROUTERS} if model.experts else None,
     )
 
 
@@ -380,45 +480,41 @@ class Judge:
         The worst share of each kind, and as "resumed" the worst of any kind after it.
         """
         with tempfile.TemporaryDirectory() as folder:
-            ranks = self._run(train, case.first, STEPS, Path(folder))
+            ranks = self._run(pieces, case.first, STEPS, Path(folder))
             resumed = self._run(go_on, case.then, MORE, Path(folder))
+        initial, done = together(ranks)
         one = replace(case.first, mesh=MeshConfig(), parallel=ParallelConfig())
         one = replace(one, train=replace(one.train, microbatches=1))
         if one not in self.known:
-            self.known[one] = ranks[0][0], reference(one, ranks[0][0], self.texts, STEPS + MORE)
-        initial, expected = self.known[one]
-        for weights, _ in ranks:
-            assert all(torch.equal(weights[name], initial[name]) for name in initial), "initial weights differ"
-        before = worst_of([judge(initial, done, expected[:STEPS]) for _, done in ranks])
-        after = worst_of([judge(expected[STEPS - 1].params, done, expected[STEPS:]) for done in resumed])
-        return {**before, "resumed": max(after.values())}
+            self.known[one] = initial, reference(one, initial, self.texts, STEPS + MORE)
+        right, expected = self.known[one]
+        assert all(torch.equal(initial[name], right[name]) for name in right), "initial weights differ"
+        more = [whole_step(of_ranks) for of_ranks in zip(*resumed, strict=True)]
+        before = judge(initial, done, expected[:STEPS])
+        after = judge(expected[STEPS - 1].params, more, expected[STEPS:])
+        said = [numbers(step, right) for _, done in ranks for step, right in zip(done, expected[:STEPS], strict=True)]
+        later = [numbers(step, right) for done in resumed for step, right in zip(done, expected[STEPS:], strict=True)]
+        return {**worst_of([before, *said]), "resumed": max(worst_of([after, *later]).values())}
 
     def _run(self, job: Callable[..., Any], cfg: Config, steps: int, folder: Path) -> list[Any]:
         return self.pool.run(Grid(cfg.mesh).size(), job, cfg, self.texts, steps, folder, timeout=60)
 
 
 def worst_of(shares: list[dict[str, float]]) -> dict[str, float]:
-    """The largest share of each kind over all ranks."""
-    return {kind: max(share[kind] for share in shares) for kind in shares[0]}
+    """The largest share of each kind."""
+    return {kind: max(share.get(kind, 0.0) for share in shares) for kind in KINDS}
 
 
 def judge(initial: dict[str, Tensor], ours: list[Any], reference: list[Any]) -> dict[str, float]:
     """The largest error of each kind as a share of what is allowed; a miss is a share above 1. Both lists hold the same
     steps.
     """
-    worst = dict.fromkeys(("loss", "norm", "gradient", "update"), 0.0)
+    worst = dict.fromkeys(KINDS, 0.0)
     before, previous = initial, None
     for step, expected in zip(ours, reference, strict=True):
-        assert step.count == expected.count and step.lr == expected.lr, (
-            step.count,
-            expected.count,
-            step.lr,
-            expected.lr,
-        )
         assert step.grads.keys() == expected.grads.keys()
-        loss, norm = (torch.tensor(x) for x in (step.loss - expected.loss, step.grad_norm - expected.grad_norm))
-        worst["loss"] = max(worst["loss"], _share(loss, 1e-13 * max(expected.loss, 1)))
-        worst["norm"] = max(worst["norm"], _share(norm, 1e-13 * max(expected.grad_norm, 1e-300)))
+        check_equal(step, expected, "biases")
+        worst = worst_of([worst, numbers(step, expected)])
         largest = max(float(grad.abs().max()) for grad in expected.grads.values())
         for name, grad in expected.grads.items():
             allowed = 1e-12 * float(grad.abs().max()) + 1e-14 * largest
@@ -437,6 +533,31 @@ def judge(initial: dict[str, Tensor], ours: list[Any], reference: list[Any]) -> 
     return worst
 
 
+def numbers(step: Any, expected: Any) -> dict[str, float]:
+    """Of what any rank says of a step the share of the error of the losses, those of mixtures too, and of the norm.
+
+    Raises AssertionError where a count or the rate is not the same.
+    """
+    assert step.count == expected.count and step.lr == expected.lr, (step.count, expected.count, step.lr, expected.lr)
+    check_equal(step, expected, "tokens")
+    check_equal(step, expected, "dropped")
+    losses = [(step.loss, expected.loss)]
+    for name in ("balance", "z"):
+        losses += [(getattr(step, name)[layer], right) for layer, right in getattr(expected, name).items()]
+    shares = [_share(torch.tensor(ours - right), 1e-13 * max(right, 1)) for ours, right in losses]
+    norm = torch.tensor(step.grad_norm - expected.grad_norm)
+    return {"loss": max(shares), "norm": _share(norm, 1e-13 * max(expected.grad_norm, 1e-300))}
+
+
+def check_equal(step: Any, expected: Any, name: str) -> None:
+    """Raise AssertionError where the numbers of this name, a table of them, differ at all."""
+    ours, right = getattr(step, name), getattr(expected, name)
+    assert ours.keys() == right.keys(), f"{name} of {list(ours)}, not of {list(right)}"
+    for which, value in right.items():
+        same = torch.equal(torch.as_tensor(ours[which]).cpu(), torch.as_tensor(value))
+        assert same, f"{name} of {which}: {ours[which]}, not {value}"
+
+
 def _share(error: Tensor, allowed: float) -> float:
     largest = float(error.abs().max())
     if largest == 0:
@@ -444,15 +565,12 @@ def _share(error: Tensor, allowed: float) -> float:
     return largest / allowed if allowed and math.isfinite(largest) else math.inf  # max(0.0, nan) is 0.0
 
 
-KINDS = ("loss", "norm", "gradient", "update", "resumed")
-
-
 def main() -> int:
     """`make parity`: all cases, a line each; 1 if one misses or fails."""
     pool, failed, chosen = Pool(), 0, cases(together=2, of_axes=3)
     judge = Judge(pool, documents())
     width = max(len(each.name) for each in chosen)
-    print(f"{'share of the error that is allowed':<{width}}{''.join(f'{kind:>10}' for kind in KINDS)}")
+    print(f"{'share of the error that is allowed':<{width}}{''.join(f'{kind:>10}' for kind in (*KINDS, 'resumed'))}")
     for each in chosen:
         try:
             worst = judge.judge(each)
@@ -462,7 +580,7 @@ def main() -> int:
             continue
         missed = max(worst.values()) > 1
         failed += missed
-        figures = "".join(f"{worst[kind]:>10.4f}" for kind in KINDS)
+        figures = "".join(f"{worst[kind]:>10.4f}" for kind in (*KINDS, "resumed"))
         print(f"{each.name:<{width}}{figures}{'  MISSED' if missed else ''}", flush=True)
     pool.close()
     print(f"{len(chosen) - failed} passed, {failed} failed")

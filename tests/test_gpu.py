@@ -37,7 +37,12 @@ DATA = [{"dp": 1}, {"dp": 2}, {"dp": 3}, SHARDED | {"fsdp": 3}, SHARDED | {"dp":
 PIPED = [{"pp": 2, "schedule": "zbv", "stage_layers": (1, 0, 1, 1)}, SHARDED | {"pp": 2, "fsdp": 2, "tied": True}]
 
 
-@pytest.mark.parametrize("where", DATA + CUT + PIPED)
+ROWS = [{"cp": 2}, {"cp": 2, "tp": 2, "sequence": True, "attention": "ulysses"}]
+EXPERTS = parity.MIXTURES["sigmoid 3 of 12, bias, shared"]
+SHARED = [EXPERTS | {"dp": 2, "ep": 2}, EXPERTS | SHARDED | {"cp": 2, "fsdp": 2, "ep": 2}]
+
+
+@pytest.mark.parametrize("where", DATA + CUT + PIPED + ROWS + SHARED)
 def test_parity_on_gloo(pool, where):
     cfg = config(**where, dropout=0.1, microbatches=2)
     for initial, done in pool.run(Grid(cfg.mesh).size(), on_gpu, parity.train, cfg, documents(), 4, timeout=120):

@@ -5,6 +5,11 @@ from unittest import mock
 
 from collectives import comm
 from collectives.p2p import Handle
+from expert_parallel import MoE
+from expert_parallel.capacity import capacity, within
+from expert_parallel.sequences import chosen
+from nd_mesh import train
+from nd_mesh.data import Batch
 from tests import parity
 
 
@@ -42,6 +47,63 @@ FAULTS = {
 }
 
 
+def experts_divided():
+    """Gradients of experts are means over the ranks that share them, which Adam would hide."""
+    true = train.sum_partials
+
+    def sum_partials(params, labels):
+        true(params, labels)
+        for param in params:
+            if param.held.family == "expert":
+                param.grad /= 2
+
+    return mock.patch.object(train, "sum_partials", sum_partials)
+
+
+def router_not_summed():
+    """Under sequence parallelism each rank of tp keeps its own tokens' gradient of the router."""
+    true = train.sum_partials
+
+    def sum_partials(params, labels):
+        true([param for param in params if not param.held.name.endswith("router.weight")], labels)
+
+    return mock.patch.object(train, "sum_partials", sum_partials)
+
+
+def balance_by_own_counts():
+    """The shares of a rank's scores are weighed by the choices of its own slots of a row."""
+    true = MoE._loss
+
+    def _loss(self, routing, sequences, experts, counts):
+        return true(self, routing, sequences, experts, chosen(experts, self.count).sum(1))
+
+    return mock.patch.object(MoE, "_loss", _loss)
+
+
+def drops_by_own_slots():
+    """Capacity of the slots that a rank has of a row, and not of the row."""
+
+    def _fits(self, rows, taken, sequences):
+        mine = sequences.slots[self.sequence_group.rank()]
+        room = capacity(self.capacity, self.choices, len(mine), self.count)
+        return within(rows[:, mine], taken[:, mine], room)
+
+    return mock.patch.object(MoE, "_fits", _fits)
+
+
+OF_EXPERTS = {  # with a mesh on which they are faults, and a mixture
+    "experts divided by ep": (experts_divided, {"dp": 2, "ep": 2, "mixture": "softmax 2 of 12"}),
+    "router not summed": (router_not_summed, {"tp": 2, "sequence": True, "mixture": "softmax 2 of 12"}),
+    "balance by own counts": (balance_by_own_counts, {"context": "2 ring zigzag", "mixture": "softmax 2 of 12"}),
+    "drops by own slots": (drops_by_own_slots, {"context": "2 ring zigzag", "mixture": "softmax 1 of 8, capacity"}),
+    "losses of each microbatch": (
+        lambda: mock.patch.object(Batch, "of", lambda batch, counts: batch),
+        {"dp": 2, "ep": 2, "microbatches": 3, "mixture": "softmax 2 of 12"},
+    ),
+}
+ALL = FAULTS | {name: fault for name, (fault, _) in OF_EXPERTS.items()}
+
+
 def faulty(run, fault, cfg, texts):
-    with FAULTS[fault]():
+    with ALL[fault]():
         return parity.train(run, cfg, texts, 2, equal_bits=False)

@@ -11,7 +11,7 @@ import torch
 from collectives import comm
 from collectives.runtime import Runtime
 from nd_mesh.config import MeshConfig
-from nd_mesh.mesh import AXES, GROUPS, Grid, Mesh
+from nd_mesh.mesh import AXES, EXPERT_GROUPS, GROUPS, Grid, Mesh
 
 
 def test_tp_is_innermost():
@@ -66,7 +66,7 @@ def factorisations(ranks: int) -> list[MeshConfig]:
 @pytest.mark.parametrize("ranks", [1, 4, 6, 8])
 def test_groups_partition_the_ranks(ranks):
     for sizes in factorisations(ranks):
-        for name in (*GROUPS, "ep", "expert_data"):
+        for name in (*GROUPS, *EXPERT_GROUPS):
             assert sorted(itertools.chain(*Grid(sizes).groups(name))) == list(range(ranks))
 
 
@@ -75,7 +75,7 @@ def sums_of_ranks(run: Runtime, meshes: list[MeshConfig]) -> None:
     for sizes in meshes:
         time.sleep(random.random() / 100)
         mesh = Mesh(sizes, run)
-        for name in (*GROUPS, "ep", "expert_data"):
+        for name in (*GROUPS, *EXPERT_GROUPS):
             total = torch.tensor(run.rank)
             comm.all_reduce(total, group=mesh.group(name))
             members = next(group for group in mesh.grid.groups(name) if run.rank in group)

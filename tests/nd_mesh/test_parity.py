@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests import parity
-from tests.nd_mesh.faults import FAULTS, faulty
+from tests.nd_mesh.faults import FAULTS, OF_EXPERTS, faulty
 
 # With eight ranks `make parity`, which is thorough; of these every third, and all by `make drill`.
 CASES = [
@@ -41,12 +41,24 @@ def test_the_documents_are_hard():
 @pytest.mark.parametrize("data", parity.WHERE["data"])
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_shows(pool, fault, data):
-    cfg, texts = parity.config(dp=2, data=data, cap=1000), parity.documents()
+    shows(pool, fault, parity.config(dp=2, data=data, cap=1000))
+
+
+@pytest.mark.parametrize("fault", OF_EXPERTS)
+def test_a_fault_of_experts_shows(pool, fault):
+    shows(pool, fault, parity.run_of(OF_EXPERTS[fault][1]))
+
+
+def shows(pool, fault, cfg):
+    texts = parity.documents()
     ranks = pool.run(2, faulty, fault, cfg, texts)
     expected = parity.reference(cfg, ranks[0][0], texts, 2)
     for initial, done in ranks:
-        # What is logged proves nothing, so give it the right count.
-        counted = [replace(step, count=right.count) for step, right in zip(done, expected, strict=True)]
+        # What is logged proves nothing, so give it the right counts.
+        counted = [
+            replace(step, **{name: getattr(right, name) for name in ("count", "tokens", "dropped", "biases")})
+            for step, right in zip(done, expected, strict=True)
+        ]
         assert parity.judge(initial, counted, expected)["gradient"] > 1e6
 
 

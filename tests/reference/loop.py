@@ -2,18 +2,24 @@
 
 import math
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 import torch
 
 from tests.reference.data import IGNORED, batch, sample, sample_count, stream
-from tests.reference.model import forward, loss_sum
+from tests.reference.ffn import balance_loss, moved, z_loss
+from tests.reference.model import forward, loss_sum, routed_forward
 
 
 @dataclass(frozen=True)
 class Record:
-    """One step. Gradients are those before clipping, parameters those after the update."""
+    """One step. Gradients are those before clipping, parameters those after the update.
+
+    The loss is the cross-entropy alone, the gradients are of the sum of all losses. Of each mixture, by the number of
+    its layer: its losses, without their coefficients, or 0 if nobody asks for them; how many choices fell on each
+    expert [E]; how many were dropped. By their names the biases [E] after the update.
+    """
 
     loss: float
     count: int
@@ -21,6 +27,11 @@ class Record:
     grads: dict[str, torch.Tensor]
     params: dict[str, torch.Tensor]
     lr: float
+    balance: dict[int, float] = field(default_factory=dict)
+    z: dict[int, float] = field(default_factory=dict)
+    tokens: dict[int, torch.Tensor] = field(default_factory=dict)
+    dropped: dict[int, int] = field(default_factory=dict)
+    biases: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
 def run(
@@ -46,17 +57,27 @@ def run(
     momentum=0.9,
     clip=None,
     rope_base=10000,
+    experts=None,
 ):
-    """Train from `weights` (left as they are) for `steps` steps: a Record for each."""
+    """Train from `weights` (left as they are) for `steps` steps: a Record for each.
+
+    experts: the settings of the mixtures, if there are any (ffn.py), with the coefficients balance and z_loss of their
+    losses, and the rate bias_rate at which a bias follows the load.
+    """
     if tied == ("head.weight" in weights):
         raise ValueError(f"tied={tied}, but the weights are {sorted(weights)}; tied weights have no head.weight")
     params = {name: weight.detach().clone().requires_grad_() for name, weight in weights.items()}
     update = make_optimizer(params, optimizer, weight_decay=weight_decay, betas=betas, eps=eps, momentum=momentum)
 
+    ask = {"balance": 0.0, "z_loss": 0.0, "bias_rate": 0.0} | (experts or {})
+    routers = {name: len(weight) for name, weight in weights.items() if name.endswith("router.weight")}
+    biases = {name.replace("weight", "bias"): torch.zeros(E, dtype=torch.float64) for name, E in routers.items()}
+    biases = biases if ask["bias_rate"] else {}
+
     records = []
     for step in range(steps):
         ids, labels, docs, positions, numbers = batch(documents, T, B, step, seed)
-        logits = forward(
+        logits, routings = routed_forward(
             params,
             ids,
             docs,
@@ -68,12 +89,16 @@ def run(
             step=step,
             numbers=numbers,
             base=rope_base,
+            experts=experts,
+            biases=biases,
+            padding=len(documents),
         )
         count = int((labels != IGNORED).sum())
-        loss = loss_sum(logits, labels) / max(count, 1)  # no label at all: 0, and so is every gradient
+        loss = loss_sum(logits, labels) / max(count, 1)  # no label at all: 0, without a gradient
+        balance, z = routers_losses(routings, (labels != IGNORED).any(1), ask)
 
         update.zero_grad()
-        loss.backward()
+        (loss + ask["balance"] * sum(balance.values()) + ask["z_loss"] * sum(z.values())).backward()
         grads = {name: p.grad.clone() for name, p in params.items()}
         grad_norm = math.sqrt(sum(float((g * g).sum()) for g in grads.values()))
 
@@ -84,10 +109,31 @@ def run(
             for group in update.param_groups:
                 group["lr"] = rate
             update.step()
+            biases = {name: moved(bias, load(routings, name), ask["bias_rate"]) for name, bias in biases.items()}
 
         after = {name: p.detach().clone() for name, p in params.items()}
-        records.append(Record(loss.item(), count, grad_norm, grads, after, rate))
+        of_mixtures = {
+            "balance": {i: value.item() for i, value in balance.items()},
+            "z": {i: value.item() for i, value in z.items()},
+            "tokens": {i: routing.chosen.sum((0, 1)) for i, routing in routings.items()},
+            "dropped": {i: int((routing.chosen & ~routing.kept).sum()) for i, routing in routings.items()},
+            "biases": biases,
+        }
+        records.append(Record(loss.item(), count, grad_norm, grads, after, rate, **of_mixtures))
     return records
+
+
+def load(routings, name):
+    """The choices [E] that fell on the experts of the router whose bias has this name."""
+    return routings[int(name.split(".")[1])].chosen.sum((0, 1))
+
+
+def routers_losses(routings, labelled, ask):
+    """The balance losses and the z-losses, by layer; 0 where nobody asks for them. labelled [B]: rows with a label."""
+    zero = torch.tensor(0.0, dtype=torch.float64)
+    balance = {i: balance_loss(r, ask["choices"], labelled) if ask["balance"] else zero for i, r in routings.items()}
+    z = {i: z_loss(r) if ask["z_loss"] else zero for i, r in routings.items()}
+    return balance, z
 
 
 def make_optimizer(params, optimizer, *, weight_decay, betas, eps, momentum):

@@ -10,10 +10,36 @@ import torch
 
 from tests.reference import rng
 from tests.reference.data import IGNORED
+from tests.reference.ffn import dense, mixture
 
 
-def forward(weights, ids, docs, positions, *, heads, kv_heads, dropout=0.0, seed=0, step=0, numbers=None, base=10000):
-    """Logits [B, T, V] of the rows `ids`. Dropout needs the seed, the step and the samples' numbers [B]."""
+def forward(weights, ids, docs, positions, **settings):
+    """Logits [B, T, V] of the rows `ids`; the settings are those of `routed_forward`."""
+    return routed_forward(weights, ids, docs, positions, **settings)[0]
+
+
+def routed_forward(
+    weights,
+    ids,
+    docs,
+    positions,
+    *,
+    heads,
+    kv_heads,
+    dropout=0.0,
+    seed=0,
+    step=0,
+    numbers=None,
+    base=10000,
+    experts=None,
+    biases=None,
+    padding=None,
+):
+    """Logits [B, T, V], and of each layer that is a mixture, by its number, the Routing.
+
+    Dropout needs the seed, the step and the samples' numbers [B]. experts: the settings of the mixtures (ffn.py).
+    biases: their routers', by name. padding: the number in `docs` of what is no document.
+    """
 
     def drop(x, name):
         if dropout == 0:
@@ -23,6 +49,7 @@ def forward(weights, ids, docs, positions, *, heads, kv_heads, dropout=0.0, seed
         kept = rng.keep(rng.key(seed, "dropout", name, step), rows.numpy(), width, dropout)  # [B, T, D]
         return x * torch.from_numpy(kept) * rng.scale(dropout)
 
+    routings = {}
     x = drop(weights["embed.weight"][ids], "embed")  # [B, T, D]
     for i in range(layer_count(weights)):
         w = {part: weights[f"blocks.{i}.{part}.weight"] for part in PARTS}
@@ -35,14 +62,24 @@ def forward(weights, ids, docs, positions, *, heads, kv_heads, dropout=0.0, seed
         x = x + drop(a @ w["o"].T, f"blocks.{i}.attend")
 
         h = rmsnorm(x, w["ffn_norm"])
-        h = silu(h @ w["ffn.gate"].T) * (h @ w["ffn.up"].T)  # [B, T, F]
-        x = x + drop(h @ w["ffn.down"].T, f"blocks.{i}.ffn")
+        ffn = part_of(weights, f"blocks.{i}.ffn.")
+        if "router.weight" in ffn:
+            routed = torch.ones_like(docs, dtype=torch.bool) if padding is None else docs != padding
+            bias = (biases or {}).get(f"blocks.{i}.ffn.router.bias")
+            h, routings[i] = mixture(h, ffn, bias, routed, experts)
+        else:
+            h = dense(h, ffn["gate.weight"], ffn["up.weight"], ffn["down.weight"])
+        x = x + drop(h, f"blocks.{i}.ffn")  # [B, T, D]
 
     head = weights.get("head.weight", weights["embed.weight"])
-    return rmsnorm(x, weights["norm.weight"]) @ head.T
+    return rmsnorm(x, weights["norm.weight"]) @ head.T, routings
 
 
-PARTS = ["attend_norm", "q", "k", "v", "o", "ffn_norm", "ffn.gate", "ffn.up", "ffn.down"]
+PARTS = ["attend_norm", "q", "k", "v", "o", "ffn_norm"]
+
+
+def part_of(weights, prefix):
+    return {name.removeprefix(prefix): weight for name, weight in weights.items() if name.startswith(prefix)}
 
 
 def layer_count(weights):
@@ -51,10 +88,6 @@ def layer_count(weights):
 
 def rmsnorm(x, weight):
     return x / torch.sqrt((x * x).mean(-1, keepdim=True) + 1e-5) * weight
-
-
-def silu(x):
-    return x / (1 + torch.exp(-x))
 
 
 def split_heads(x, heads):

@@ -10,15 +10,18 @@ import torch
 
 from tests.reference import rng
 from tests.reference.data import IGNORED, batch, sample, sample_count, stream
+from tests.reference.ffn import Routing, balance_loss, dense, mixture, moved, the_best, with_room, z_loss
 from tests.reference.loop import bigram_loss, evaluate, lr_at, run
-from tests.reference.model import forward, loss_sum
+from tests.reference.model import forward, loss_sum, part_of, routed_forward
 
 V, D, F = 13, 12, 10
 HEADS, KV_HEADS, K = 4, 2, 6
+E = 5
 SHAPE = {"heads": HEADS, "kv_heads": KV_HEADS}
 
 
-def random_weights(layers=2, tied=False):
+def random_weights(layers=2, tied=False, mixtures=(), common=False):
+    """mixtures: the layers that are one, with an expert for every token or not."""
     shapes = {"embed": (V, D), "norm": (D,)} | ({} if tied else {"head": (V, D)})
     for i in range(layers):
         shapes |= {
@@ -28,13 +31,21 @@ def random_weights(layers=2, tied=False):
             f"blocks.{i}.v": (KV_HEADS * K, D),
             f"blocks.{i}.o": (D, HEADS * K),
             f"blocks.{i}.ffn_norm": (D,),
-            f"blocks.{i}.ffn.gate": (F, D),
-            f"blocks.{i}.ffn.up": (F, D),
-            f"blocks.{i}.ffn.down": (D, F),
         }
+        network = {"gate": (F, D), "up": (F, D), "down": (D, F)}
+        if i in mixtures:
+            ffn = {"router": (E, D)} | {f"experts.{name}": (E, *shape) for name, shape in network.items()}
+            ffn |= {f"shared.{name}": shape for name, shape in network.items()} if common else {}
+        else:
+            ffn = network
+        shapes |= {f"blocks.{i}.ffn.{name}": shape for name, shape in ffn.items()}
     random = torch.Generator().manual_seed(0)
     draw = {name: torch.randn(shape, generator=random, dtype=torch.float64) for name, shape in shapes.items()}
-    return {f"{name}.weight": 1 + 0.2 * w if "norm" in name else 0.5 * w for name, w in draw.items()}
+    return {named(name): 1 + 0.2 * w if "norm" in name else 0.5 * w for name, w in draw.items()}
+
+
+def named(name):
+    return name if ".experts." in name else f"{name}.weight"
 
 
 def random_documents(lengths):
@@ -152,6 +163,11 @@ def test_gradients_by_finite_differences(tied):
         logits = forward(weights, ids, docs, positions, **SHAPE, dropout=0.1, seed=0, step=1, numbers=numbers)
         return loss_sum(logits, labels)
 
+    check_gradients(weights, loss)
+
+
+def check_gradients(weights, loss):
+    """Against differences, some elements of each tensor."""
     loss().backward()
     h = 1e-5
     with torch.no_grad():
@@ -165,6 +181,104 @@ def test_gradients_by_finite_differences(tied):
                 down = loss()
                 flat[i] = at
                 assert abs((up - down) / (2 * h) - grad[i]) < 1e-7 * max(1, grad.abs().max()), name
+
+
+# ---- mixtures of experts
+
+SOFTMAX = {"choices": 2, "score": "softmax", "renormalise": True, "scale": 1.0, "capacity": 0.0}
+SIGMOID = SOFTMAX | {"choices": 3, "score": "sigmoid", "scale": 2.5}
+TOP_1 = SOFTMAX | {"choices": 1, "renormalise": False, "capacity": 1.0}
+
+
+def picture(*rows):
+    """[B, T, E] from a line an expert, x where a token chose it; rows between slashes."""
+    lines = [[[mark == "x" for mark in line.strip()] for line in row.split("/")] for row in rows]
+    return torch.tensor(lines).transpose(1, 2)
+
+
+def test_drops_are_this_picture():
+    chosen = picture("xx.xx.xx/.x.x..../x...x.xx", "......xx/xxxxxx../xxxx..xx")  # two rows, 3 experts, 8 slots
+    # ⌈c · 2 · 8 / 3⌉ is 2, 3 and 6
+    for factor, kept in [
+        (0.3, picture("xx....../.x.x..../x...x...", "......xx/xx....../xx......")),
+        (0.5, picture("xx.x..../.x.x..../x...x.x.", "......xx/xxx...../xxx.....")),
+        (1.0, picture("xx.xx.xx/.x.x..../x...x.xx", "......xx/xxxxxx../xxxx..xx")),
+        (0.0, chosen),
+    ]:
+        assert torch.equal(with_room(chosen, factor, 2), kept), factor
+
+
+def test_of_equal_scores_the_first_wins():
+    scores = torch.tensor([[[0.5, 0.7, 0.5, 0.7, 0.1], [0.2] * 5, [0.0, 0.0, 0.0, 0.1, 0.0]]])
+    best = [torch.nonzero(each).flatten().tolist() for each in the_best(scores, 3)[0]]
+    assert best == [[0, 1, 3], [0, 1, 2], [0, 1, 3]]
+
+
+@pytest.mark.parametrize("settings", [SOFTMAX, SIGMOID, TOP_1], ids=["softmax", "sigmoid", "top 1"])
+def test_a_token_gets_what_its_experts_make_of_it(settings):
+    """In words of one token at a time: its scores in order, the experts that have room, their outputs, their sum."""
+    weights = part_of(random_weights(mixtures=[0], common=True), "blocks.0.ffn.")
+    x = torch.randn(2, 9, D, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    bias = torch.tensor([0.3, 0.0, -0.4, 0.2, 0.0], dtype=torch.float64)
+    routed = torch.ones(2, 9, dtype=torch.bool)
+    routed[1, 4:] = False
+    y, routing = mixture(x, weights, bias, routed, settings)
+    room = math.ceil(settings["capacity"] * settings["choices"] * 9 / E) or 9
+    for row in range(2):
+        taken, dropped = [0] * E, 0
+        for slot, token in enumerate(x[row]):
+            logits = (weights["router.weight"] @ token).tolist()
+            scores = [1 / (1 + math.exp(-logit)) for logit in logits]
+            if settings["score"] == "softmax":
+                scores = [math.exp(logit) / sum(map(math.exp, logits)) for logit in logits]
+            best = sorted(range(E), key=lambda e: -(scores[e] + bias[e]))[: settings["choices"]]
+            whole = sum(scores[e] for e in best) if settings["renormalise"] else 1.0
+            expected = dense(token, *(weights[f"shared.{name}.weight"] for name in ("gate", "up", "down")))
+            for e in best if routed[row, slot] else ():
+                if taken[e] < room:
+                    output = dense(token, *(weights[f"experts.{name}"][e] for name in ("gate", "up", "down")))
+                    expected = expected + settings["scale"] * scores[e] / whole * output
+                dropped += taken[e] >= room
+                taken[e] += 1
+            assert (y[row, slot] - expected).abs().max() < 1e-12 * expected.abs().max()
+        assert routing.chosen[row].sum(0).tolist() == taken
+        assert (routing.chosen & ~routing.kept)[row].sum() == dropped
+    assert bool((routing.chosen & ~routing.kept).any()) == (settings["capacity"] > 0)
+
+
+def test_losses_of_routers_by_hand():
+    even = torch.full((2, 4, 2), 0.5, dtype=torch.float64)
+    chosen = picture("xxx./...x", "x.../.x..")  # the second row has two tokens
+    routing = Routing(torch.zeros_like(even), even, chosen, chosen)
+    assert balance_loss(routing, 1, torch.tensor([True, True])).item() == pytest.approx(1.0)  # whoever is chosen
+    assert z_loss(routing).item() == pytest.approx(math.log(2) ** 2)
+
+    logits = torch.tensor([3.0, 1.0], dtype=torch.float64).log().expand(2, 4, 2)
+    routing = Routing(logits, logits.softmax(-1), chosen, chosen)
+    first = 2 * (0.75 * 0.75 + 0.25 * 0.25)  # E Σ share of choices · share of scores
+    assert balance_loss(routing, 1, torch.tensor([True, False])).item() == pytest.approx(first)
+    assert balance_loss(routing, 1, torch.tensor([True, True])).item() == pytest.approx((first + 1) / 2)
+    assert balance_loss(routing, 1, torch.tensor([False, False])).item() == 0
+    assert z_loss(routing).item() == pytest.approx(math.log(4) ** 2)
+
+
+@pytest.mark.parametrize("settings", [SOFTMAX, SIGMOID, TOP_1], ids=["softmax", "sigmoid", "top 1"])
+def test_gradients_of_mixtures_by_finite_differences(settings):
+    weights = {name: w.requires_grad_() for name, w in random_weights(mixtures=[1], common=True).items()}
+    ids, labels, docs, positions, _ = batch(random_documents([6, 2, 9, 5]), 8, 3, step=0, seed=0)
+    biases = {"blocks.1.ffn.router.bias": torch.tensor([0.1, 0.0, -0.1, 0.1, 0.0], dtype=torch.float64)}
+    choices = []
+
+    def loss():
+        more = {"experts": settings, "biases": biases, "padding": 4}
+        logits, routings = routed_forward(weights, ids, docs, positions, **SHAPE, **more)
+        choices.append(routings[1].kept)
+        balance = balance_loss(routings[1], settings["choices"], (labels != IGNORED).any(1))
+        return loss_sum(logits, labels) + 3 * balance + 2 * z_loss(routings[1])
+
+    check_gradients(weights, loss)
+    assert all(torch.equal(each, choices[0]) for each in choices)  # no difference is taken across a choice
+    assert (docs == 4).any() and not choices[0][docs == 4].any()
 
 
 # ---- loop
@@ -184,6 +298,22 @@ def test_a_batch_without_a_label_moves_nothing(optimizer):
         assert (r.count > 0) == any(g.any() for g in r.grads.values())
         before = r.params
     assert [r.lr for r in records] == [lr_at(step, 0.02, 2, 60, 0.1) for step in range(4)]
+
+
+def test_a_bias_follows_the_load():
+    bias = torch.tensor([0.0, 0.5, 0.0, -0.5], dtype=torch.float64)
+    assert moved(bias, torch.tensor([5, 2, 1, 0]), 0.25).tolist() == [-0.25, 0.5, 0.25, -0.25]
+
+    documents = [[1]] * 5 + [[2, 3, 4, 5, 6, 7]]
+    experts = SIGMOID | {"balance": 0.1, "z_loss": 0.0, "bias_rate": 0.25}
+    records = run(random_weights(tied=True, mixtures=[1]), documents, steps=4, **TRAINING, experts=experts)
+    before = torch.zeros(E, dtype=torch.float64)
+    for r in records:
+        [bias], [tokens] = r.biases.values(), r.tokens.values()
+        assert tokens.sum() == 3 * 5 and r.z == {1: 0.0} and (r.balance[1] > 0) == (r.count > 0)
+        assert torch.equal(bias, moved(before, tokens, 0.25) if r.count else before)
+        before = bias
+    assert bias.abs().max() >= 0.25
 
 
 def test_learning_rate():
