@@ -82,7 +82,9 @@ class _WithLoss(torch.autograd.Function):
 @torch.no_grad()
 def follow_load(bias: Tensor, tokens: Tensor, rate: float) -> None:
     """Once a step: move the router's bias [E], in place, against the load: the choices [E] of the whole global batch,
-    the same on every rank, and so the biases stay equal.
+    the same on every rank, and so the biases stay equal. Half precision would round small steps away: ValueError.
     """
+    if torch.finfo(bias.dtype).bits < 32:
+        raise ValueError(f"the bias is {bias.dtype}, which rounds steps of {rate} away: keep it in float32")
     below = torch.sign(tokens.sum() - len(tokens) * tokens)  # of integers, exactly
     bias += rate * below.to(bias.dtype)

@@ -9,6 +9,7 @@ What is won: no expert's load is more than c times its fair share, so buffers ca
 """
 
 import math
+from fractions import Fraction
 
 from torch import Tensor
 
@@ -17,7 +18,7 @@ from expert_parallel.sequences import NOBODY
 
 def capacity(factor: float, choices: int, length: int, experts: int) -> int:
     """C of an expert and sequence."""
-    return math.ceil(factor * choices * length / experts)
+    return math.ceil(Fraction(str(factor)) * choices * length / experts)  # exactly: as floats 1.1 · 50 is more than 55
 
 
 def within(experts: Tensor, taken: Tensor, room: int) -> Tensor:

@@ -11,6 +11,7 @@ and B, "추가 병렬화: EP, CP". Left out: experts that are moved or doubled w
 low-precision rows.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -67,8 +68,8 @@ class MoE(nn.Module):
         **router: Any,
     ):
         super().__init__()
-        if capacity is not None and capacity <= 0:
-            raise ValueError(f"capacity={capacity} must be positive; None drops no token")
+        if capacity is not None and not 0 < capacity < math.inf:
+            raise ValueError(f"capacity={capacity} must be positive and finite; None drops no token")
         self.count, self.choices, self.capacity, self.losses = experts, choices, capacity, losses
         self.router = Router(width, experts, choices, **router)
         self.experts = Experts(width, hidden, experts)
@@ -91,8 +92,11 @@ class MoE(nn.Module):
         self.group, self.sequence_group = group, sequence_group or self.sequence_group
 
     def forward(self, x: Tensor, sequences: Sequences | None = None) -> Tensor:  # [B, T/P, D]
+        width = self.router.weight.size(1)
+        if x.dim() != 3 or x.size(2) != width:
+            raise ValueError(f"x of shape {list(x.shape)} is no rows of tokens: give it as [B, T, {width}]")
         sequences = Sequences.whole(x) if sequences is None else sequences
-        sequences.check(x, self.router.weight.size(1), self.sequence_group)
+        sequences.check(x, self.sequence_group)
         routing = self.router(x)
         experts = routing.experts.where(sequences.routed.unsqueeze(-1), NOBODY)  # [B, T/P, k]
         rows = whole_rows(experts, sequences, self.sequence_group)  # [B, T, k]

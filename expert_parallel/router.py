@@ -63,11 +63,16 @@ class Router(nn.Module):
         with torch.autocast(x.device.type, enabled=False):
             logits = F.linear(x.to(dtype), self.weight.to(dtype))  # [..., E]
         scores = logits.softmax(-1) if self.score == "softmax" else logits.sigmoid()
-        shares = scores if self.score == "softmax" else scores / scores.sum(-1, keepdim=True)
+        shares = scores if self.score == "softmax" else _parts(scores)
         ranked = scores.detach() if self.bias is None else scores.detach() + self.bias
         # IDEA: a stable sort, since topk does not say which of equal scores it takes.
         experts = ranked.sort(dim=-1, descending=True, stable=True).indices[..., : self.choices]
         weights = scores.gather(-1, experts)
         if self.renormalise:
-            weights = weights / weights.sum(-1, keepdim=True)
+            weights = _parts(weights)
         return Routing(experts, weights * self.scale, shares, logits)
+
+
+def _parts(scores: Tensor) -> Tensor:
+    """As parts of their sum; zeros, if all sigmoids of a token are."""
+    return scores / scores.sum(-1, keepdim=True).clamp(min=torch.finfo(scores.dtype).tiny)

@@ -38,13 +38,9 @@ class Sequences:
         routed = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device)
         return cls.of(routed, routed.any(1))
 
-    def check(self, x: Tensor, width: int, group: dist.ProcessGroup | None) -> None:
+    def check(self, x: Tensor, group: dist.ProcessGroup | None) -> None:
         """Raise ValueError unless these are the places of x [B, T/P, D], whose rows are cut over the group."""
         ranks = 1 if group is None else group.size()
-        if x.dim() != 3 or x.size(2) != width:
-            raise ValueError(
-                f"x of shape {list(x.shape)} is no rows of tokens of width {width}: give it as [B, T, {width}]"
-            )
         if self.routed.shape != x.shape[:2] or self.counted.shape != x.shape[:1]:
             given = f"routed {list(self.routed.shape)} and counted {list(self.counted.shape)}"
             raise ValueError(f"x of shape {list(x.shape)} and its sequences differ: {given}")

@@ -44,7 +44,7 @@ SGD = TrainConfig(
 )
 # At the usual eps of 1e-8 the noise of a gradient over eps is 1e-9; at larger steps rounding grows by itself, and what
 # five of them make of it on one process is no longer small beside what is allowed.
-ADAMW = replace(SGD, optimizer="adamw", lr=0.02, betas=(0.8, 0.9), eps=1e-4)
+ADAMW = replace(SGD, optimizer="adamw", lr=0.01, betas=(0.8, 0.9), eps=1e-4)
 
 # Mixtures of experts. 12 of them are shared by up to 6 ranks, 8 by 8; some have less to do than there are microbatches.
 # A top 1 is not renormalised: its weight would be 1, and the router have no gradient.

@@ -5,6 +5,7 @@ shares no code with what is tested, and knows of no ranks.
 import math
 from collections import Counter
 from dataclasses import dataclass, field
+from fractions import Fraction
 
 import torch
 
@@ -94,7 +95,7 @@ def apply(layer, named, x, routed):
     for b, row in enumerate(routed):
         queue, room = Counter(), math.inf
         if layer.capacity is not None:
-            room = math.ceil(layer.capacity * k * len(row) / E)
+            room = math.ceil(Fraction(str(layer.capacity)) * k * len(row) / E)
         for t, is_token in enumerate(row):
             y = x.new_zeros(layer.width)
             best = ranking(scores[b, t].tolist(), layer) if is_token else []

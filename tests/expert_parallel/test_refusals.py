@@ -17,16 +17,22 @@ LINES = {  # what is done → its message
         "choices=3 of experts=2: choose at least 1, and at most all",
     ),
     "an unknown score": (lambda: MoE(4, 4, 8, score="tanh"), "score='tanh' is unknown: use softmax or sigmoid"),
-    "no capacity": (lambda: MoE(4, 4, 8, capacity=0.0), "capacity=0.0 must be positive; None drops no token"),
-    "a negative capacity": (lambda: MoE(4, 4, 8, capacity=-1.0), "capacity=-1.0 must be positive; None drops no token"),
+    "no capacity": (
+        lambda: MoE(4, 4, 8, capacity=0.0),
+        "capacity=0.0 must be positive and finite; None drops no token",
+    ),
+    "a negative capacity": (
+        lambda: MoE(4, 4, 8, capacity=-1.0),
+        "capacity=-1.0 must be positive and finite; None drops no token",
+    ),
     "an unknown balance": (lambda: Losses(over="row"), "over='row' is unknown: use sequence or batch"),
     "tokens without rows": (
         lambda: MoE(4, 4, 8)(torch.zeros(3, 4)),
-        "x of shape [3, 4] is no rows of tokens of width 4: give it as [B, T, 4]",
+        "x of shape [3, 4] is no rows of tokens: give it as [B, T, 4]",
     ),
     "another width": (
         lambda: MoE(4, 4, 8)(torch.zeros(2, 3, 5)),
-        "x of shape [2, 3, 5] is no rows of tokens of width 4: give it as [B, T, 4]",
+        "x of shape [2, 3, 5] is no rows of tokens: give it as [B, T, 4]",
     ),
 }
 

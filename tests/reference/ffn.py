@@ -5,6 +5,7 @@ In the mixture every expert computes every token, and the weights say what count
 
 import math
 from dataclasses import dataclass
+from fractions import Fraction
 
 import torch
 
@@ -70,7 +71,7 @@ def the_best(scores, choices):
 def with_room(chosen, factor, choices):
     """Which of the chosen [B, T, E] are not dropped: of each row an expert takes the first that fit."""
     B, T, E = chosen.shape
-    room = math.ceil(factor * choices * T / E) if factor else T
+    room = math.ceil(Fraction(str(factor)) * choices * T / E) if factor else T
     kept = torch.zeros_like(chosen)
     for b in range(B):
         for e in range(E):
