@@ -15,7 +15,7 @@ from collectives.competitors import BACKEND, COLLECTIVES, competitors
 from collectives.layout import Box
 from collectives.runtime import Runtime
 from nd_mesh.mesh import Grid
-from tests import jobs, parity
+from tests import grid, jobs, parity
 from tests.parity import config, documents
 
 pytestmark = [
@@ -38,7 +38,7 @@ PIPED = [{"pp": 2, "schedule": "zbv", "stage_layers": (1, 0, 1, 1)}, SHARDED | {
 
 
 ROWS = [{"cp": 2}, {"cp": 2, "tp": 2, "sequence": True, "attention": "ulysses"}]
-EXPERTS = parity.MIXTURES["sigmoid 3 of 12, bias, shared"]
+EXPERTS = grid.MIXTURES["sigmoid 3 of 12, bias, shared"]
 SHARED = [EXPERTS | {"dp": 2, "ep": 2}, EXPERTS | SHARDED | {"cp": 2, "fsdp": 2, "ep": 2}]
 
 

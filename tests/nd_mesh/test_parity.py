@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 import torch
 
-from tests import parity
+from tests import grid, parity
 from tests.nd_mesh.faults import FAULTS, OF_EXPERTS, faulty
 
 # With eight ranks `make parity`, which is thorough; of these every third, and all by `make drill`.
 CASES = [
     pytest.param(case, id=case.name, marks=[pytest.mark.drill] * (i % 3 > 0))
-    for i, case in enumerate(parity.cases(together=2, ranks=4))
+    for i, case in enumerate(grid.cases(together=2, ranks=4))
 ]
 
 
@@ -38,7 +38,7 @@ def test_the_documents_are_hard():
 # -- faults that parity must see ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("data", parity.WHERE["data"])
+@pytest.mark.parametrize("data", grid.WHERE["data"])
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_shows(pool, fault, data):
     shows(pool, fault, parity.config(dp=2, data=data, cap=1000))
@@ -46,7 +46,7 @@ def test_a_fault_shows(pool, fault, data):
 
 @pytest.mark.parametrize("fault", OF_EXPERTS)
 def test_a_fault_of_experts_shows(pool, fault):
-    shows(pool, fault, parity.run_of(OF_EXPERTS[fault][1]))
+    shows(pool, fault, grid.run_of(OF_EXPERTS[fault][1]))
 
 
 def shows(pool, fault, cfg):

@@ -5,9 +5,9 @@ from functools import partial
 import pytest
 
 from nd_mesh.mesh import Grid
-from tests import parity, passthrough
+from tests import grid, parity, passthrough
 
-CASES = {case.name: case.first for case in parity.cases(together=1, ranks=4)}
+CASES = {case.name: case.first for case in grid.cases(together=1, ranks=4)}
 TRAIN = partial(parity.train, equal_bits=False)
 
 
