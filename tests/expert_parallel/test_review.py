@@ -10,13 +10,30 @@ import pytest
 import torch
 
 from context_parallel import slots
-from expert_parallel import MoE, Observation, Sequences
+from expert_parallel import MoE, Observation, Router, Sequences
 from nd_mesh import data
 from nd_mesh.experts import summary
 from nd_mesh.families import Families
 from nd_mesh.model import GPT, Normal
 from nd_mesh.parallelize import _divided
 from tests import parity
+
+# -- the router --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("logit", [-60.0, -88.0, -90.0, -104.0, -300.0])
+def test_scores_that_are_all_zero(logit):
+    """Sigmoids of float32 vanish: neither a weight nor a gradient may be no number."""
+    router = Router(1, 4, 2, score="sigmoid")
+    torch.nn.init.ones_(router.weight)
+    routing = router(torch.full((1, 1, 1), logit).requires_grad_())
+    (
+        (routing.shares * torch.arange(1.0, 9.0, 2)).sum() + (routing.weights * torch.tensor([50.0, -9.0])).sum()
+    ).backward()
+    for each in (routing.weights, routing.shares, router.weight.grad):
+        assert each.isfinite().all()
+    assert routing.experts.tolist() == [[[0, 1]]]
+
 
 # -- rows that are cut -------------------------------------------------------------------------------------------------
 
