@@ -181,7 +181,9 @@ def _description(tensor: Tensor) -> str:
     order = "" if tensor.is_contiguous() else f" with strides {tensor.stride()}"
     where = " on meta" if tensor.is_meta else ""
     frozen = " frozen" if isinstance(tensor, nn.Parameter) and not tensor.requires_grad else ""
-    return f"{list(tensor.shape)} {_dtype_name(tensor.dtype)}{order}{where}{frozen}"
+    held = getattr(tensor, "held", None)  # of a piece, which other ranks may have others of
+    cut = f" at {[box.offset for box in held.boxes]} of {list(held.boxes[0].shape)}" if held and held.boxes else ""
+    return f"{list(tensor.shape)} {_dtype_name(tensor.dtype)}{order}{where}{frozen}{cut}"
 
 
 def _dtype_name(dtype: torch.dtype) -> str:

@@ -5,10 +5,11 @@
     z         (log Σᵢ exp logitᵢ)² of a token, the mean      ST-MoE, equation 5
     bias      bᵢ += rate · sign(mean load - loadᵢ)           Wang et al. 2024; DeepSeek-V3, §2.1.2
 
-fᵢ is E times the share of choices that fell on expert i, Pᵢ the mean of its shares of the scores; where both are even
-the sum is 1. A product of means is no sum over parts. In a row that is cut over ranks fᵢ is that of the whole row:
-counts, which have no gradient. Pᵢ is linear, so each rank's part of it gives a part of the loss. A *batch* that is cut
-into microbatches has another loss, so what its statistics are of belongs to its definition.
+fᵢ is E times the share of choices that fell on expert i, as dispatch makes them (V3's equation 18 leaves the bias
+out), Pᵢ the mean of its shares of the scores; where both are even the sum is 1. A product of means is no sum over
+parts. In a row that is cut over ranks fᵢ is that of the whole row: counts, which have no gradient. Pᵢ is linear, so
+each rank's part of it gives a part of the loss. A *batch* that is cut into microbatches has another loss, so what its
+statistics are of belongs to its definition.
 
 The loss enters by an identity function on the layer's output, whose backward gives it its gradient. So it passes
 pipelines, the halves of a backward and recomputation, and nobody adds it to a loss that may be on another rank.

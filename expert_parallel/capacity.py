@@ -1,11 +1,12 @@
 """Capacity: an expert takes at most C = ⌈c·k·T/E⌉ tokens of a sequence; a later one has its residual alone.
 
-First come, by slot: of a sequence's tokens that chose an expert it takes the first C. (A token's first choice comes
-before its second, but these are two experts, with queues of their own.) Counted per sequence, so that neither the
-number of ranks nor of microbatches changes who is dropped; production systems count per rank, and there it does.
+First come, by slot: of a sequence's tokens that chose an expert it takes the first C. (A token's choices are different
+experts, each with a queue of its own; those that are not dropped keep their weights.)
+Counted per sequence, so that neither the number of ranks nor of microbatches changes who is dropped; production systems
+count per rank, and there it does.
 
 What is won: no expert's load is more than c times its fair share, so buffers can have one size. Lepikhin et al. 2020
-(GShard), §3.2; Fedus et al. 2021 (Switch), §2.2; Megatron-LM: --moe-expert-capacity-factor.
+(GShard), §2.2; Fedus et al. 2021 (Switch), §2.2; Megatron-LM: --moe-expert-capacity-factor.
 """
 
 import math

@@ -26,8 +26,8 @@ from expert_parallel.exchange import Exchange
 
 
 class Dispatch:
-    """Tokens x [N, D] on their way to experts [N, k], of `count` in all, of which each rank of the group has as many,
-    in order.
+    """Tokens x [N, D] on their way to experts [N, k], of `count` in all, an equal share on each rank of the group, in
+    order.
 
     Made, they travel; `arrive` has what came here, `combine` sends it back. Each is collective. On one rank nothing is
     sent.
@@ -48,7 +48,9 @@ class Dispatch:
         self.there = Exchange(_Copies.apply(x, self.order, self.shape), self.gives, self.takes, group=group)
 
     def _counts(self, experts: Tensor, count: int, ranks: int) -> list[list[int]]:
-        counts = torch.bincount(experts.flatten() + 1, minlength=count + 1)[1:]  # [E]
+        numbers = experts.flatten() + 1  # 0 for NOBODY
+        # Not bincount, for which a GPU must tell the largest number first.
+        counts = numbers.new_zeros(count + 1).scatter_add_(0, numbers, torch.ones_like(numbers))[1:]  # [E]
         if ranks == 1:
             return [counts.tolist()]
         everyones = counts.new_empty(ranks, count)

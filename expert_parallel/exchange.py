@@ -23,7 +23,7 @@ from collectives.p2p import Handle
 class Exchange:
     """Of this rank's rows x, gives[0] go to rank 0, the next gives[1] to rank 1, …; takes[p] come from rank p.
 
-    Collective over `group`, as is `wait`, and the backward of each.
+    Collective over `group`, and so is its backward.
     """
 
     def __init__(self, x: Tensor, gives: Sequence[int], takes: Sequence[int], *, group: dist.ProcessGroup | None):
@@ -31,6 +31,8 @@ class Exchange:
         self.work: Handle | None = None
         self.rows = x
         if group is not None and group.size() > 1:
+            if torch.is_grad_enabled() and not x.requires_grad:  # as on other ranks, whose backward would wait for ours
+                x = x.detach().requires_grad_()
             self.rows = _Depart.apply(x, self)
 
     def wait(self) -> Tensor:

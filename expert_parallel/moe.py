@@ -30,7 +30,7 @@ from expert_parallel.sequences import NOBODY, Sequences, chosen, whole_rows
 
 @dataclass(frozen=True)
 class Losses:
-    """The coefficients of the losses on the router, 0 for none, and of what rows the balance is taken.
+    """The coefficients of the losses on the router, 0 for none, and of what rows the balance is ones.
 
     over: "sequence", each row; or "batch", all tokens that the ranks of `statistics` have in one call.
     """
@@ -46,11 +46,16 @@ class Losses:
 
 
 class MoE(nn.Module):
-    """The layer, as a function of [B, T, D]: a sequence a row.
+    """The layer, as a function of [B, T, D]: a sequence a row. Forward and backward are collective over `group`:
+    a rank without rows calls it too.
 
     group: ranks that share the experts, None or one for a plain layer. sequence_group: ranks that each have a part of
     every row. choices: k. capacity: the factor c, None for dropless. shared: a module through which every token goes as
     well. router: further settings of it.
+
+    A data strategy gets the experts' parameters (held.family is "expert") with the ranks that have the same ones, all
+    others with all ranks. The losses' gradient is added in backward as it is, whatever backward began with: with a loss
+    that is scaled scale their coefficients.
     """
 
     def __init__(
@@ -88,10 +93,13 @@ class MoE(nn.Module):
         """Before: every rank of `group` has all experts, with the same values or on the meta device. After: rank r has
         the r-th part of them. expert_data: the ranks of other groups with the same part, over which gradients are sums.
         """
+        if len(self.experts.gate) != self.count:
+            raise ValueError("the experts are shared already: give the group to MoE or to distribute, once")
         cut_experts(self.experts, group, expert_data)
         self.group, self.sequence_group = group, sequence_group or self.sequence_group
 
     def forward(self, x: Tensor, sequences: Sequences | None = None) -> Tensor:  # [B, T/P, D]
+        """sequences: None takes these rows for whole ones, and for the global batch, of which the losses are means."""
         width = self.router.weight.size(1)
         if x.dim() != 3 or x.size(2) != width:
             raise ValueError(f"x of shape {list(x.shape)} is no rows of tokens: give it as [B, T, {width}]")
@@ -100,27 +108,24 @@ class MoE(nn.Module):
         routing = self.router(x)
         experts = routing.experts.where(sequences.routed.unsqueeze(-1), NOBODY)  # [B, T/P, k]
         rows = whole_rows(experts, sequences, self.sequence_group)  # [B, T, k]
-        taken = chosen(rows, self.count)  # [B, T, E]
-        kept = experts.where(self._fits(rows, taken, sequences), NOBODY)
+        ones = chosen(rows, self.count)  # [B, T, E]
+        kept = experts if self.capacity is None else experts.where(self._fits(rows, ones, sequences), NOBODY)
 
         travelling = Dispatch(x.flatten(0, 1), kept.flatten(0, 1), self.count, self.group)
         # IDEA: the shared expert computes while the tokens of the others travel.
-        always = None if self.shared is None else self.shared(x)
+        shared = None if self.shared is None else self.shared(x)
         outputs = self.experts(travelling.arrive(), travelling.counts)
         y = travelling.combine(outputs, routing.weights.flatten(0, 1).to(x.dtype)).view_as(x)
-        y = y if always is None else y + always
+        y = y if shared is None else y + shared
         if self.training:
             self.record.add(experts, kept, routing.shares)
-            loss = self._loss(routing, sequences, experts, taken.sum(1))
+            loss = self._loss(routing, sequences, experts, ones.sum(1))
             y = y if loss is None else with_loss(y, loss)
         return y
 
-    def _fits(self, rows: Tensor, taken: Tensor, sequences: Sequences) -> Tensor:
+    def _fits(self, rows: Tensor, ones: Tensor, sequences: Sequences) -> Tensor:
         """Which of this rank's choices [B, T/P, k] find room."""
-        if self.capacity is None:
-            fits = rows != NOBODY
-        else:
-            fits = within(rows, taken, capacity(self.capacity, self.choices, sequences.length, self.count))
+        fits = within(rows, ones, capacity(self.capacity, self.choices, sequences.length, self.count))
         cut = self.sequence_group is not None and self.sequence_group.size() > 1
         return fits[:, sequences.slots[self.sequence_group.rank()]] if cut else fits
 

@@ -1,7 +1,7 @@
 """What a mixture shows in each step: tokens an expert, imbalance, overflow, the entropy of its router, its losses.
 
-A layer records in its first forward of a training step: not in evaluation, and not in a forward that recomputation runs
-again. The records of all layers and ranks are added up once a step, in one message.
+A layer records in forwards in training mode: not in evaluation, and not in a forward that recomputation runs again. The
+records of all layers and ranks are added up once a step, in one message.
 """
 
 from collections.abc import Sequence
@@ -30,7 +30,9 @@ class Observation:
 
     @property
     def imbalance(self) -> float:
-        """The load of the busiest expert over the mean: how much longer a step takes than it must."""
+        """The load of the busiest expert over the mean, dropped choices among it. With an expert a rank, and none
+        dropped, experts compute so much longer than they must.
+        """
         return (self.tokens.max() / self.tokens.double().mean().clamp(min=1e-300)).item()
 
     @property
@@ -48,7 +50,7 @@ class Record:
 
     @torch.no_grad()
     def add(self, experts: Tensor, kept: Tensor, shares: Tensor) -> None:
-        """Choices [.., k] before and after some were dropped, NOBODY's not counted, and the router's shares [.., E]."""
+        """Choices [.., k] that were made, those that were kept (NOBODY for the others), the router's shares [.., E]."""
         routed = experts[..., 0] != NOBODY
         entropy = torch.special.entr(shares).sum(-1) * routed
         sums = {"dropped": (experts != kept).sum(), "routed": routed.sum(), "entropy": entropy.sum()}
@@ -81,6 +83,7 @@ def observe(records: Sequence[Record], device: torch.device, *, group: dist.Proc
     # IDEA: all that is observed is a sum over tokens, so one message has it of all layers and ranks.
     sums = torch.cat(taken)
     comm.all_reduce(sums, group=group, ordered=True)
+    sums = sums.cpu()  # once
     return [_observation(part) for part in sums.split([len(each) for each in taken])]
 
 

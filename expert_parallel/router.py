@@ -3,8 +3,8 @@
     softmax   p = softmax(W·x), the k largest; their weights are p, or p over their sum          Switch, Mixtral
     sigmoid   s = sigmoid(W·x), the k largest of s + bias; weights s over their sum, times scale    DeepSeek-V3
 
-In float32, or float64 if the tokens are: a score that is rounded otherwise chooses otherwise, and a choice is no small
-difference. Of equal scores the expert with the lowest number wins, on every rank and whenever it is computed again.
+In float32, or float64 if the tokens are: a score that is rounded otherwise chooses otherwise, and another choice is no
+small error. Of equal scores the expert with the lowest number wins, on every rank and whenever it is computed again.
 
 Shazeer et al. 2017; Fedus et al. 2021 (Switch), §2.4 (float32); Jiang et al. 2024 (Mixtral), §2.1; DeepSeek-AI 2024
 (V3), §2.1.2, equations 12 to 16. Left out: noise, groups of experts of which few are chosen.
@@ -74,5 +74,5 @@ class Router(nn.Module):
 
 
 def _parts(scores: Tensor) -> Tensor:
-    """As parts of their sum; zeros, if all sigmoids of a token are."""
-    return scores / scores.sum(-1, keepdim=True).clamp(min=torch.finfo(scores.dtype).tiny)
+    """As parts of their sum."""
+    return scores / (scores.sum(-1, keepdim=True) + 1e-20)  # sigmoids may all be 0; less has an infinite inverse

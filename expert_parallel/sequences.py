@@ -25,11 +25,13 @@ class Sequences:
     length: int  # T of a whole row, without padding that only some meshes need
     rows: Tensor  # () the number of counted rows of the global batch
     tokens: Tensor  # () the number of routed tokens of the global batch
-    slots: Tensor | None = None  # [P, T/P] of each rank, where rows are cut
+    slots: Tensor | None = None  # [P, T/P] of each rank, where rows are cut: each slot once, padding's too
 
     @classmethod
     def of(cls, routed: Tensor, counted: Tensor) -> "Sequences":
-        """Whole rows [B, T], and as if they were the global batch."""
+        """Whole rows [B, T], and as if they were the global batch: who accumulates, or sums over ranks, replaces `rows`
+        and `tokens` by those of all of it.
+        """
         return cls(routed, counted, routed.shape[1], counted.sum(), routed.sum())
 
     @classmethod
@@ -67,7 +69,7 @@ def whole_rows(experts: Tensor, sequences: Sequences, group: dist.ProcessGroup |
     small = experts.int()
     pieces = small.new_empty(group.size(), *small.shape)  # [P, B, T/P, k]
     comm.all_gather_single(pieces.flatten(0, 1), small, group=group)
-    whole = small.new_empty(small.shape[0], sequences.slots.numel(), small.shape[2])
+    whole = small.new_full((small.shape[0], sequences.slots.numel(), small.shape[2]), NOBODY)
     whole[:, sequences.slots.flatten()] = pieces.movedim(0, 1).flatten(1, 2)
     return whole.long()  # [B, T, k]
 

@@ -67,7 +67,7 @@ class Observer:
         """Move the biases of this rank's layers."""
         for layer, mixture in self.mine.items():
             if mixture.router.bias is not None:
-                follow_load(mixture.router.bias, observed[layer].tokens, self.rate)
+                follow_load(mixture.router.bias, observed[layer].tokens.to(self.device), self.rate)
 
     def biases(self) -> dict[str, Tensor]:
         """Of this rank's layers, by name."""

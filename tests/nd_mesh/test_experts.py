@@ -196,7 +196,9 @@ def whole_run(run: Runtime, cfg: Config) -> None:
 
 def test_a_run_tells_of_its_experts_and_writes_the_same_text_on_any_mesh(pool, tmp_path: Path):
     train = replace(parity.ADAMW, steps=3, sample=12, prompt="\x01", evaluate_every=2)
-    one = replace(parity.config(**BIASED, capacity=1.0, train=train), watch=WatchConfig(journal=False))
+    one = replace(
+        parity.config(**BIASED | {"pattern": "dmm", "capacity": 1.0}, train=train), watch=WatchConfig(journal=False)
+    )
     parallel = ParallelConfig(attention="ring", sequence=True)
     texts, records = [], []
     for name, mesh, strategy in [
@@ -210,8 +212,8 @@ def test_a_run_tells_of_its_experts_and_writes_the_same_text_on_any_mesh(pool, t
         records.append([record["experts"] for record in metrics.read(tmp_path / name) if "loss" in record])
     assert len(texts[0]) == 13 and texts[0] == texts[1] == texts[2]
     for step, *others in zip(*records, strict=True):
-        assert step["tokens"].keys() == {"1"} and step["imbalance"] >= 1 and 0 < step["overflow"] < 1
+        assert step["tokens"].keys() == {"1", "2"} and step["imbalance"] >= 1 and 0 < step["overflow"] < 1
         for other in others:
             assert other["tokens"] == step["tokens"]
-            assert other["balance"] == pytest.approx(step["balance"], rel=1e-12)
-            assert other["entropy"] == pytest.approx(step["entropy"], rel=1e-12)
+            for name in ("balance", "z", "entropy", "overflow", "imbalance"):
+                assert other[name] == pytest.approx(step[name], rel=1e-12)
