@@ -27,7 +27,7 @@ demo: $(READY)  ## every folder's demo, and every README block marked `sh run`
 	$(BIN)/python -m tests.demos $(FOLDER)
 
 parity: $(READY)  ## every mesh against the independent reference, in float64: a table
-	$(BIN)/python -m tests.grid
+	$(BIN)/python -m tests.grid $(ARGS)
 
 bench: $(READY)  ## ours beside PyTorch's, in turn on the same ranks: runs/bench.json and a table; FOLDER=ddp for one
 	mkdir -p runs
