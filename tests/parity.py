@@ -36,8 +36,8 @@ SGD = TrainConfig(
     **{"steps": 6, "batch": 7, "dtype": "float64", "seed": 3, "clip": 0.5},  # no setting has its default
     **{"optimizer": "sgd", "lr": 0.3, "warmup": 1, "min_lr": 0.3, "momentum": 0.8, "weight_decay": 0.02},
 )
-# At the usual eps of 1e-8 the noise of a gradient over eps is 1e-9. With either optimizer: at larger steps rounding grows
-# by itself, and what five of them make of it on one process is no longer small beside what is allowed.
+# At the usual eps of 1e-8 the noise of a gradient over eps is 1e-9. With either optimizer: at larger steps rounding
+# grows by itself, and what five of them make of it on one process is no longer small beside what is allowed.
 ADAMW = replace(SGD, optimizer="adamw", lr=0.01, betas=(0.8, 0.9), eps=1e-4)
 
 OF_ROUTERS = ("choices", "score", "renormalise", "scale", "capacity", "balance", "z_loss", "bias_rate")
