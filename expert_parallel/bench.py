@@ -196,6 +196,7 @@ def products(run: Runtime, size: Size, dtype: torch.dtype) -> Case:
 
 def cases(run: Runtime) -> list[Case]:
     """What is measured on this many ranks."""
+    torch.set_num_threads(1)  # on one rank too, whose times are compared with those on more
     whole = [layer(run, size, routing) for size in SIZES.values() for routing in ROUTINGS]
     return whole if run.size > 1 else [*whole, *(products(run, *each) for each in ALONE)]
 
