@@ -12,7 +12,7 @@ from collectives.runtime import Runtime
 from collectives.watch import watching
 from expert_parallel import Observation, dispatch
 from nd_mesh import loop, metrics
-from nd_mesh.config import Config, MeshConfig, ParallelConfig, WatchConfig
+from nd_mesh.config import Config, DataConfig, MeshConfig, ParallelConfig, WatchConfig
 from nd_mesh.mesh import Grid
 from tests import parity
 
@@ -160,13 +160,18 @@ def observed(run: Runtime, cfg: Config) -> tuple[dict[int, list[int]], dict[str,
     ],
 )
 def test_each_token_counts_once(pool, settings):
-    """Not in evaluation, not in a forward that runs again, not by every rank that has a copy."""
-    expected, zeros, moved = run(pool, observed, parity.config(**BIASED))[0]
+    """Not in evaluation, not in a forward that runs again, not by every rank that has a copy. Padding not at all: all
+    samples are in this batch, and the last one is short.
+    """
+    model, short = BIASED | {"batch": 30}, DataConfig(context=10)
+    expected, zeros, moved = run(pool, observed, replace(parity.config(**model), data=short))[0]
     assert set(expected) == {1} and list(zeros.values()) == [[0.0] * E]
+    tokens = parity.stream(parity.documents(), short.context)
+    assert tokens.samples * short.context > len(tokens.tokens) - 1  # else there is no padding
     load = torch.tensor(expected[1], dtype=torch.float64)
     assert moved["blocks.1.ffn.router.bias"] == (0.01 * torch.sign(load.mean() - load)).tolist()
     everyones: dict[str, list[float]] = {}
-    for tokens, before, after in run(pool, observed, parity.config(**BIASED | settings)):
+    for tokens, before, after in run(pool, observed, replace(parity.config(**model | settings), data=short)):
         assert tokens == expected
         assert all(bias == [0.0] * E for bias in before.values())
         everyones |= after

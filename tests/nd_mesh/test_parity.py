@@ -27,6 +27,17 @@ def test_equals_the_reference(judge, case):
     assert max(worst.values()) <= 1, worst
 
 
+@pytest.mark.parametrize("mixture", ["softmax 2 of 12", "sigmoid 2 of 4, bias, capacity"])
+def test_padding_goes_to_no_expert(pool, mixture):
+    """Of these documents the last sample is short; five steps of seven rows read all."""
+    texts = [*parity.documents(), np.array([3, 1, 4, 1], dtype=np.uint8)]
+    stream = parity.stream(texts, parity.CONTEXT)
+    assert len(stream.tokens) - 1 < stream.samples * parity.CONTEXT < 35 * parity.CONTEXT
+    case = grid.case(4, tp=2, ep=2, context="2 ring zigzag", sequence=True, mixture=mixture)
+    worst = parity.Judge(pool, texts).judge(case)
+    assert max(worst.values()) <= 1, worst
+
+
 def test_the_documents_are_hard():
     """There is a sample without a label, and the counts of labels differ."""
     stream = parity.stream(parity.documents(), parity.CONTEXT)
