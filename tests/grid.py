@@ -15,7 +15,6 @@ import sys
 import time
 from collections import Counter
 from dataclasses import replace
-from typing import Any
 
 from context_parallel.ulysses import sharing
 from nd_mesh.config import Config, pipeline_plan
@@ -251,8 +250,8 @@ def main() -> int:
     tried = cases(chosen.seed, full=chosen.full)
     pool, failed, began = Pool(), 0, time.perf_counter()
     judge = Judge(pool, documents())
-    shapes = Counter((each.first.mesh.pp, *(getattr(each.first.mesh, axis) for axis in AXES[1:])) for each in tried)
-    print(f"seed {chosen.seed}: {len(tried)} runs on {len(shapes)} meshes, each of them {min(shapes.values())} times or more")
+    shapes = Counter(tuple(getattr(each.first.mesh, axis) for axis in AXES) for each in tried)
+    print(f"seed {chosen.seed}: {len(tried)} runs, {len(shapes)} meshes, each {min(shapes.values())} times or more")
     print("".join(f"{kind:>10}" for kind in (*KINDS, "resumed")) + "  as a share of the error that is allowed, of")
     for each in tried:
         try:
