@@ -3,11 +3,11 @@
 Axes from outer to inner: pp, dp, fsdp, cp, tp. Neighbouring ranks differ in tp first, so the axis that communicates
 most lies on the fastest links. ep is folded out of dp · fsdp · cp: the same ranks, seen as (expert_data, ep).
 
-Everything that says which ranks belong together is arithmetic on plain numbers, testable without ranks, and is shown as
-text (`Grid.listing`), as a picture (picture.py) and in manifest.json; placement.py says which groups leave a node. `Mesh`
-adds the process groups, which all ranks make in one and the same order. Lecture A, "Process Group을 명시적으로 그린다" (its
-example groups of rank 0 do not fit its example mesh: with DP 8, TP 4, PP 2, CP 2 in the order above, rank 0's dp group
-is 0, 8, 16, … 56). PyTorch's counterpart: DeviceMesh.
+Everything that says which ranks belong together is arithmetic on plain numbers, testable without ranks. It is shown as
+text (`Grid.listing`), in manifest.json and as a picture (picture.py); placement.py says which groups leave a node.
+`Mesh` adds the process groups, which all ranks make in one and the same order. Lecture A, "Process Group을 명시적으로
+그린다" (its example groups of rank 0 do not fit its example mesh: with DP 8, TP 4, PP 2, CP 2 in the order above, rank
+0's dp group is 0, 8, 16, … 56). PyTorch's counterpart: DeviceMesh.
 """
 
 import math

@@ -1,7 +1,7 @@
 """A mesh as a picture: for every axis that is cut a panel, in it the nodes as boxes and their ranks as cells.
 
-Cells of one colour are one group, whose number stands below the rank's. The groups of rank 0 are framed; the title tells
-how many groups leave a node. Above the dense view, below it, where experts are shared, the expert view. Drawn with
+Cells of one colour are one group, whose number stands below the rank's. The groups of rank 0 are framed. The title says
+how many groups leave a node. Above is the dense view, below it, where experts are shared, the expert view. Drawn with
 matplotlib, an extra; the same as text: Grid.listing.
 """
 
@@ -18,29 +18,33 @@ MOST = 1024  # ranks, of which a panel is still read
 _CELL = 0.36  # inches
 _GAP = 0.4  # cells, between nodes
 _ROW = 8  # ranks of a node side by side, at most
-_TITLE = 6  # cells that a title needs
+_TITLE, _CAPTION = 6, 14  # cells that they need
 
 
 def panels(grid: Grid) -> list[dict[str, list[tuple[int, ...]]]]:
-    """The groups of each axis that has more than one rank, a dictionary a view: dense, and where experts are shared expert."""
+    """The groups of each axis that is cut, a dictionary a view: dense, and where experts are shared expert."""
     views = (AXES,) if grid.sizes.ep == 1 else (AXES, EXPERT_AXES)
     found = [{axis: grid.groups(axis) for axis in view} for view in views]
     return [{axis: groups for axis, groups in view.items() if len(groups[0]) > 1} for view in found]
 
 
 def draw(grid: Grid, per_node: int, to: Path) -> None:
-    """Write the PNG. Raises ValueError for a mesh of one rank, and for more than can be read."""
+    """Write the PNG. Raises ValueError for a mesh of one rank, for more than can be read, and without matplotlib."""
     if not 1 < grid.size() <= MOST:
         raise ValueError(f"a picture of {grid.size()} ranks shows nothing: draw a mesh of 2 to {MOST}")
-    import matplotlib  # noqa: PLC0415, an extra
+    try:
+        import matplotlib  # noqa: PLC0415, an extra
+    except ImportError as error:
+        raise ValueError("a picture needs matplotlib, which is not installed: pip install matplotlib") from error
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt  # noqa: PLC0415
 
     corners, views = cells(grid.size(), per_node), panels(grid)
-    right, down = (max(axis) + 1 for axis in zip(*corners, strict=True))
+    node = _node(grid.size(), per_node)
+    right, down = (max(ends) + size for ends, size in zip(zip(*corners[::per_node], strict=True), node, strict=True))
     right = max(right, _TITLE)
-    width, height = max(map(len, views)) * (right + 1) + 1, len(views) * (down + 3) + 1  # in cells
+    width, height = max(max(map(len, views)) * (right + 1) + 1, _CAPTION), len(views) * (down + 3) + 1  # in cells
     figure, ax = plt.subplots(figsize=(width * _CELL, height * _CELL))
     figure.subplots_adjust(0, 0, 1, 1)
     ax.set(xlim=(0, width), ylim=(height, 0))
@@ -49,20 +53,21 @@ def draw(grid: Grid, per_node: int, to: Path) -> None:
         for column, (axis, groups) in enumerate(drawn.items()):
             x, y = 1 + column * (right + 1), 2.2 + row * (down + 3)
             out = len(placement.leaving(groups, per_node))
-            told = f"{out} of {len(groups)} groups leave a node" if out else f"{len(groups)} groups, each in a node"
+            told = f"groups that leave a node: {out} of {len(groups)}"
             title = {"fontsize": 9, "color": "firebrick" if out else "black", "verticalalignment": "bottom"}
             ax.text(x - 0.1, y - 0.3, f"{view}: {axis} {len(groups[0])}\n{told}", **title)
             _draw_panel(ax, groups, [(x + i, y + j) for i, j in corners], per_node)
-    ax.text(1, height - 0.3, "large: the rank; small: its group, as its colour; framed: the group of rank 0", fontsize=7)
+    caption = "large: the rank; small: its group, as its colour; framed: the group of rank 0"
+    ax.text(1, height - 0.3, caption, fontsize=7)
     figure.savefig(to, dpi=120)
     plt.close(figure)
 
 
 def cells(ranks: int, per_node: int) -> list[tuple[float, float]]:
-    """Where each rank's cell begins, right and down, in cells: a node's ranks in rows of at most eight, and nodes side by
-    side so that all together are about as wide as high.
+    """Where each rank's cell begins, right and down, in cells: a node's ranks in rows of at most eight, and as many
+    nodes side by side as make all of them about as wide as high.
     """
-    wide, high = min(per_node, _ROW), math.ceil(min(per_node, ranks) / _ROW)
+    wide, high = _node(ranks, per_node)
     nodes = math.ceil(ranks / per_node)
     across = min(nodes, max(1, round(math.sqrt(nodes * (high + _GAP) / (wide + _GAP)))))
     places = []
@@ -73,12 +78,21 @@ def cells(ranks: int, per_node: int) -> list[tuple[float, float]]:
     return places
 
 
-def _draw_panel(ax: Any, groups: Sequence[Sequence[int]], corners: Sequence[tuple[float, float]], per_node: int) -> None:
+def _node(ranks: int, per_node: int) -> tuple[int, int]:
+    """Its cells side by side, and its rows."""
+    return min(per_node, _ROW), math.ceil(min(per_node, ranks) / _ROW)
+
+
+def _draw_panel(
+    ax: Any, groups: Sequence[Sequence[int]], corners: Sequence[tuple[float, float]], per_node: int
+) -> None:
     from matplotlib.patches import Rectangle  # noqa: PLC0415
 
-    wide, high = min(per_node, _ROW), math.ceil(min(per_node, len(corners)) / _ROW)
+    wide, high = _node(len(corners), per_node)
     for x, y in corners[::per_node]:
-        ax.add_patch(Rectangle((x - 0.12, y - 0.12), wide + 0.24, high + 0.24, facecolor="whitesmoke", edgecolor="grey"))
+        ax.add_patch(
+            Rectangle((x - 0.12, y - 0.12), wide + 0.24, high + 0.24, facecolor="whitesmoke", edgecolor="grey")
+        )
     for number, group in enumerate(groups):
         for rank in group:
             x, y = corners[rank]

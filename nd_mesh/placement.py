@@ -1,15 +1,16 @@
 """Which groups of a mesh stay inside a node, which leave it, and what that is expected to cost.
 
-Ranks are numbered node by node, as torchrun does, so an axis that is further in lies on fewer nodes. The order of the
-axes, pp, dp, fsdp, cp, tp, is fixed, because none keeps more of what is chatty inside. tp sends most, several times a
-layer, and nothing hides it: with neighbours it has the fewest groups that leave a node, in any order. Then cp, whose
-blocks travel while attention computes. ep takes no room from cp: it is folded out of dp · fsdp · cp from the inside, so it
-begins with the ranks of cp, seen a second time, and ep before cp would be the same groups. fsdp gathers ahead, dp
-reduces behind backward, pp sends one activation a boundary: they may cross. Where no node can hold a tp, cp further in
-would stay inside, and tp cross all the same: a smaller tp is the remedy, and what a warning says.
+Ranks are numbered node by node, as torchrun does, so an axis that lies further in reaches fewer nodes. The order of the
+axes, pp, dp, fsdp, cp, tp, is fixed, because no other keeps more of what is chatty inside:
 
-Seconds are those of collectives/cost.py, on the links named here. Lecture A, "Process Group을 명시적으로 그린다"; Megatron-LM:
-the order tp-cp-ep-dp-pp (`megatron/core/parallel_state.py`).
+- tp sends most, several times a layer, and nothing hides it. With neighbours no order has fewer of its groups leave.
+- cp is next: its blocks travel while attention computes. Of the orders that keep tp inside none does better for it.
+- ep takes no room from cp: folded out of dp · fsdp · cp from the inside it begins with the ranks of cp, seen once more.
+- fsdp gathers ahead, dp reduces behind backward, pp sends one activation a boundary. They may leave.
+
+Where a node cannot hold tp, tp leaves it in any order, and the remedy is a smaller one. Seconds are those of
+collectives/cost.py on the links named here. Lecture A, "Process Group을 명시적으로 그린다". Megatron-LM has the same
+order, from the inside tp, cp, ep, dp, pp (`megatron/core/parallel_state.py`).
 """
 
 import math
@@ -31,7 +32,7 @@ _TRAVELS = {"pp": ("all_gather", "ring"), "cp": ("all_gather", "ring"), "ep": ("
 
 
 def leaving(groups: Sequence[tuple[int, ...]], per_node: int) -> list[tuple[int, ...]]:
-    """Those of the groups that have ranks on more than one node. Node i has ranks i · per_node … (i+1) · per_node - 1."""
+    """Those of the groups that have ranks on more than one node; rank r is on node r // per_node."""
     return [group for group in groups if group[0] // per_node != group[-1] // per_node]  # ranks ascend
 
 
@@ -54,8 +55,8 @@ def seconds(name: str, sent: float, groups: Sequence[tuple[int, ...]], per_node:
 
 
 def warnings(config: Config, per_node: int, sent: Mapping[str, float]) -> list[str]:
-    """A line where the last node is not full, and one for each of tp, cp and ep that leaves a node: how many of its groups
-    do, one of them, the seconds a step expected so and inside a node, and the settings that keep it inside.
+    """A line where the last node is not full, and one for each of tp, cp and ep that leaves a node: how many of its
+    groups do, one of them, the seconds a step expected so and inside a node, and the settings that keep it inside.
 
     sent: bytes that a rank sends in a step, by axis; of an axis that is not there no seconds are told.
     """
@@ -83,7 +84,8 @@ def _cost(axis: str, groups: Sequence[tuple[int, ...]], per_node: int, sent: Map
 
 def _groups(config: Config, sizes: MeshConfig, axis: str) -> list[tuple[int, ...]]:
     """With sequence parallelism tokens are dispatched over tp as well."""
-    return Grid(sizes).groups("ep_tp" if axis == "ep" and config.parallel.sequence else axis)
+    folded = axis == "ep" and sizes.ep > 1 and config.parallel.sequence
+    return Grid(sizes).groups("ep_tp" if folded else axis)
 
 
 def _remedy(config: Config, axis: str, per_node: int) -> str:
@@ -127,8 +129,8 @@ def report(config: Config, per_node: int, sent: Mapping[str, float]) -> list[str
 
 
 def table(config: Config, per_node: int, sent: Mapping[str, float]) -> list[str]:
-    """A line for each axis that is cut, and for each other group of which `sent` tells: its groups, how many leave a node,
-    bytes that a rank sends in a step, seconds expected for them, and what these would be inside one node.
+    """A line for each axis that is cut, and for each other name of groups that `sent` has: how many groups, of how many
+    ranks, how many leave a node; bytes that a rank sends in a step, seconds expected for them, these inside a node.
     """
     grid = Grid(config.mesh)
     lines = [f"{'':<15} {'groups':>10} {'leave a node':>13} {'a rank sends a step':>20} {'expected':>9} {'inside':>8}"]
@@ -150,8 +152,8 @@ def _time(seconds: float) -> str:
 
 
 def estimate(config: Config) -> dict[str, float]:
-    """Bytes that a rank sends in a step on pp, cp, tp and ep, by the formulas of README.md's table of costs, for a rank in
-    the middle of a pipeline with its share of layers and rows, and choices that are spread evenly over the experts.
+    """Bytes that a rank sends in a step on pp, cp, tp and ep: what the layers send by README.md's table of costs, for a
+    rank amid a pipeline of one stage a rank, its share of layers and rows, and choices even over the experts.
     """
     mesh, model, parallel = config.mesh, config.model, config.parallel
     e = getattr(torch, config.train.dtype).itemsize
