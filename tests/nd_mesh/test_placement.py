@@ -16,7 +16,7 @@ from collectives.runtime import Runtime
 from nd_mesh import __main__ as command
 from nd_mesh import loop, mistakes, placement
 from nd_mesh.config import Config, ConfigError, DataConfig, MeshConfig, ModelConfig, ParallelConfig, TrainConfig
-from nd_mesh.mesh import AXES, EXPERT_GROUPS, GROUPS, Grid
+from nd_mesh.mesh import AXES, Grid
 from tests import parity
 from tests.nd_mesh.test_mesh import factorisations
 
@@ -40,12 +40,12 @@ def test_8_ranks_on_nodes_of_4():
 
 
 def test_leaving_by_brute_force():
-    """Two of its ranks are on different nodes."""
-    for sizes, per_node in itertools.product(factorisations(12), (1, 2, 3, 4, 5, 8, 12, 16)):
-        nodes = [range(first, first + per_node) for first in range(0, 12, per_node)]
-        for name in (*GROUPS, *EXPERT_GROUPS):
-            groups = Grid(sizes).groups(name)
-            inside = [group for group in groups if any(set(group) <= set(node) for node in nodes)]
+    """There is no node that has all of its ranks."""
+    nodes_of = {n: [set(range(first, first + n)) for first in range(0, 12, n)] for n in (1, 2, 3, 4, 5, 8, 12, 16)}
+    for sizes, name in itertools.product(factorisations(12), ("pp", "cp", "tp", "data", "ep", "expert_data")):
+        groups = Grid(sizes).groups(name)
+        for per_node, nodes in nodes_of.items():
+            inside = [group for group in groups if any(node.issuperset(group) for node in nodes)]
             assert placement.leaving(groups, per_node) == [group for group in groups if group not in inside]
 
 
@@ -57,22 +57,21 @@ def groups_of(order: tuple[str, ...], sizes: dict[str, int], axes: tuple[str, ..
     return ranks.transpose([order.index(axis) for axis in (*outer, *inner)]).reshape(-1, pieces)
 
 
-def number_leaving(groups: np.ndarray, per_node: int) -> int:
-    return int((groups.min(1) // per_node != groups.max(1) // per_node).sum())
-
-
 @pytest.mark.parametrize("ranks", [6, 8])
 def test_no_other_order_of_axes_keeps_more_inside(ranks):
     """None has fewer groups of tp leave; of those that keep all of tp inside, none has fewer of cp or of ep leave."""
+    nodes = np.arange(2, ranks)[:, None]  # how many ranks each has
     better = []
-    for sizes, per_node in itertools.product(factorisations(ranks), range(2, ranks)):
+    for sizes in factorisations(ranks):
         each = {axis: getattr(sizes, axis) for axis in AXES}
         wanted = {"tp": (("tp",), sizes.tp), "cp": (("cp",), sizes.cp), "ep": (("dp", "fsdp", "cp"), sizes.ep)}
-        ours = {axis: len(placement.leaving(Grid(sizes).groups(axis), per_node)) for axis in wanted}
+        ours = {axis: [len(placement.leaving(Grid(sizes).groups(axis), n)) for n in range(2, ranks)] for axis in wanted}
         for order in itertools.permutations(AXES):
-            tp, cp, ep = (number_leaving(groups_of(order, each, *of), per_node) for of in wanted.values())
-            if tp < ours["tp"] or (tp == 0 and (cp < ours["cp"] or ep < ours["ep"])):
-                better.append((sizes, per_node, order))
+            groups = {axis: groups_of(order, each, *of) for axis, of in wanted.items()}
+            leave = {axis: (g.min(1) // nodes != g.max(1) // nodes).sum(1) for axis, g in groups.items()}
+            worse = (leave["cp"] < ours["cp"]) | (leave["ep"] < ours["ep"])
+            if ((leave["tp"] < ours["tp"]) | (leave["tp"] == 0) & worse).any():
+                better.append((sizes, order))
     assert not better
 
 
@@ -210,28 +209,29 @@ def test_remedies_by_brute_force():
 # -- in a run, and without one -----------------------------------------------------------------------------------------
 
 
-def described(run: Runtime, cfg: Config, local: int | None) -> list[str]:
-    """As torchrun places the ranks, so many on each machine; or without its variables."""
-    place = {"RANK": run.rank, "WORLD_SIZE": run.size, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": local}
-    place |= {"MASTER_ADDR": "localhost", "MASTER_PORT": 1}
-    with mock.patch.dict(os.environ, {name: str(value) for name, value in place.items()} if local else {}):
-        return loop.describe(parity.built(run, cfg, parity.documents()))
+def described(run: Runtime, cfg: Config) -> list[list[str]]:
+    """As torchrun places four ranks on machines of four, two and one; and without its variables."""
+    trainer = parity.built(run, cfg, parity.documents())
+    told = []
+    for local in (4, 2, 1):
+        place = {"RANK": run.rank, "WORLD_SIZE": run.size, "LOCAL_RANK": run.rank % local, "LOCAL_WORLD_SIZE": local}
+        place |= {"MASTER_ADDR": "localhost", "MASTER_PORT": 1}
+        with mock.patch.dict(os.environ, {name: str(value) for name, value in place.items()}):
+            told.append(loop.describe(trainer))
+    return [*told, loop.describe(trainer)]
 
 
 def test_a_run_tells_groups_and_what_leaves_a_node(pool):
     cfg = replace(parity.config(), mesh=MeshConfig(dp=2, tp=2))
-    groups = ["dp  (0 2) (1 3)", "tp  (0 1) (2 3)"]
-    [lines, *_] = pool.run(4, described, cfg, 2)
-    assert lines[1].splitlines()[3] == "rank   3  dp 1  tp 1" and lines[2:4] == groups
-    assert not any("warning" in line for line in lines)
-    [lines, *_] = pool.run(4, described, cfg, 1)
-    [warning] = [line for line in lines if "warning" in line]
+    four, two, one, unknown = pool.run(4, described, cfg)[0]
+    assert four[1].splitlines()[3] == "rank   3  dp 1  tp 1" and four[2:4] == ["dp  (0 2) (1 3)", "tp  (0 1) (2 3)"]
+    assert four == two == unknown and not any("warning" in line for line in four)
+    [warning] = [line for line in one if line not in four]
     assert re.fullmatch(
         r"warning: tp leaves its node in 2 of 2 groups, as in \(0 1\): expected [\d.]+ µs a step over InfiniBand NDR, "
         r"[\d.]+ µs over NVLink 4 \(H100\); no smaller degree keeps it inside",
         warning,
     )
-    assert not any("warning" in line for line in pool.run(4, described, cfg, None)[0])  # nobody says where they are
 
 
 COMMAND = """\
