@@ -5,7 +5,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from matplotlib.image import imread
 
 from nd_mesh import picture
 from nd_mesh.config import MeshConfig
@@ -16,7 +15,7 @@ CELL = 0.36 * 120  # pixels: inches of a cell, dots an inch
 
 def colours(path: Path, corners: list[tuple[float, float]]) -> list[tuple[int, ...]]:
     """Near the upper left corner of each cell, where neither frame nor number is."""
-    pixels = (imread(path)[..., :3] * 255).round().astype(int)
+    pixels = (pytest.importorskip("matplotlib.image").imread(path)[..., :3] * 255).round().astype(int)
     return [tuple(pixels[int((y + 0.17) * CELL), int((x + 0.17) * CELL)].tolist()) for x, y in corners]
 
 
@@ -44,6 +43,7 @@ def test_panels():
 
 def test_groups_have_colours_of_their_own(tmp_path):
     """Two nodes of four: panels are 4 cells wide, 6 with their titles, and 2.4 high; between them are 1 and 3."""
+    pytest.importorskip("matplotlib")
     picture.draw(Grid(MeshConfig(pp=2, fsdp=2, tp=2, ep=2)), 4, tmp_path / "mesh.png")
 
     def panel(row: int, column: int) -> list[tuple[int, ...]]:
@@ -57,6 +57,7 @@ def test_groups_have_colours_of_their_own(tmp_path):
 
 
 def test_many_groups_have_colours_of_their_own(tmp_path):
+    pytest.importorskip("matplotlib")
     picture.draw(Grid(MeshConfig(dp=32, tp=2)), 8, tmp_path / "mesh.png")
     cells = [(1 + 9 + rank % 8, 2.2 + rank // 8 * 1.4) for rank in range(64)]  # beside dp
     assert together(colours(tmp_path / "mesh.png", cells)) == [(r, r + 1) for r in range(0, 64, 2)]

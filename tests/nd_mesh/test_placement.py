@@ -274,6 +274,10 @@ def test_command(toml, tmp_path, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("1000 ranks on 125 nodes of 8,") and lines[5] == "rank 999  dp 499  tp 1"
     assert len(lines) == 12 and max(map(len, lines)) < 100
+
+
+def test_command_draws(toml, tmp_path):
+    pytest.importorskip("matplotlib")
     assert command.main(["mesh", toml, "--mesh.tp", "2", "--out", str(tmp_path / "mesh.png")]) == 0
     assert (tmp_path / "mesh.png").read_bytes().startswith(b"\x89PNG")
 
