@@ -1,4 +1,4 @@
-"""The command line: `train CONFIG`, alone or under torchrun, and `plot RUN …`."""
+"""The command line: `train CONFIG`, alone or under torchrun, `mesh CONFIG`, without ranks, and `plot RUN …`."""
 
 import argparse
 import sys
@@ -8,7 +8,8 @@ from typing import NoReturn
 
 from collectives import runtime
 from collectives.agreement import Stopped
-from nd_mesh import config, data, folder, loop, metrics, mistakes
+from nd_mesh import config, data, folder, loop, metrics, mistakes, picture, placement
+from nd_mesh.mesh import Grid
 
 
 class Parser(argparse.ArgumentParser):
@@ -23,19 +24,37 @@ def parser() -> Parser:
     """Every setting of a configuration is an option by its dotted name."""
     whole = Parser(prog="nd_mesh", description=__doc__, allow_abbrev=False)
     commands = whole.add_subparsers(dest="command", required=True)
-    training = commands.add_parser("train", help="train a GPT", allow_abbrev=False)
-    training.add_argument(
+    _add_settings(commands.add_parser("train", help="train a GPT", allow_abbrev=False))
+    placing = commands.add_parser("mesh", help="show where a mesh puts its ranks", allow_abbrev=False)
+    _add_settings(placing)
+    placing.add_argument("--per-node", type=int, default=8, help="ranks of a node, default 8")
+    placing.add_argument("--out", type=Path, help="a PNG to write")
+    plotting = commands.add_parser("plot", help="overlay the loss curves of runs", allow_abbrev=False)
+    plotting.add_argument("runs", type=Path, nargs="+", help="folders that runs wrote")
+    plotting.add_argument("--out", type=Path, required=True, help="the PNG to write")
+    return whole
+
+
+def _add_settings(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
         "config", type=Path, help="a TOML file with the tables mesh, model, data, train, parallel, watch"
     )
     default = config.Config()
     for name in config.names():
         table, key = name.split(".")
         value = getattr(getattr(default, table), key)
-        training.add_argument(f"--{name}", metavar="VALUE", help=f"default {value}", default=argparse.SUPPRESS)
-    plotting = commands.add_parser("plot", help="overlay the loss curves of runs", allow_abbrev=False)
-    plotting.add_argument("runs", type=Path, nargs="+", help="folders that runs wrote")
-    plotting.add_argument("--out", type=Path, required=True, help="the PNG to write")
-    return whole
+        command.add_argument(f"--{name}", metavar="VALUE", help=f"default {value}", default=argparse.SUPPRESS)
+
+
+def show_mesh(settings: config.Config, per_node: int, out: Path | None) -> None:
+    """Print what placement.report tells of a mesh that could be trained on, and draw it where `out` is named."""
+    if per_node < 1:
+        raise config.ConfigError(f"--per-node={per_node} must be positive")
+    grid = Grid(settings.mesh)
+    mistakes.check(settings, grid.size())
+    print(*placement.report(settings, per_node, placement.estimate(settings)), sep="\n")
+    if out is not None:
+        picture.draw(grid, per_node, out)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -54,6 +73,9 @@ def main(arguments: Sequence[str]) -> int:
             return 0
         overrides = {name: getattr(chosen, name) for name in config.names() if hasattr(chosen, name)}
         settings = config.load(chosen.config, overrides)
+        if chosen.command == "mesh":
+            show_mesh(settings, chosen.per_node, chosen.out)
+            return 0
         mistakes.check(settings, here.size)
         folder.check(Path(settings.train.out))
         training, validation = data.load(settings.data, settings.model.vocab)
