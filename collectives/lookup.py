@@ -9,13 +9,21 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 
 def lookup(ids: Tensor, table: Tensor) -> Tensor:
     """ids [...], table [V, D] -> its rows [..., D]. The gradient of the table is rounded once, after the sum."""
     return F.embedding(ids, table) if table.dtype.itemsize >= 4 else _Lookup.apply(ids, table)
+
+
+class Embedding(nn.Embedding):
+    """torch's, of neither padding_idx nor max_norm, by `lookup`."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """ids [...] -> [..., D]."""
+        return lookup(ids, self.weight)
 
 
 class _Lookup(torch.autograd.Function):

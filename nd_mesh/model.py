@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from collectives import rng
 from collectives.layout import Constant, Normal
-from collectives.lookup import lookup
+from collectives.lookup import Embedding
 from expert_parallel import Losses, MoE
 from nd_mesh.config import ModelConfig
 
@@ -64,13 +64,6 @@ class Dropout(nn.Module):
         if not self.training or self.p == 0:
             return x
         return rng.dropout(x, rng.key(self.seed, "dropout", self.name, where.step), where.tokens, self.p)
-
-
-class Embedding(nn.Embedding):
-    """torch's, whose gradient is added up in float32 at least."""
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return lookup(ids, self.weight)
 
 
 class Attend(nn.Module):

@@ -37,9 +37,8 @@ from pipeline.ties import TIE, tie, tie_group
 from tensor_parallel import Column, KeyValue, Row, Stream, Vocabulary, Whole, cut, vocab_parallel_cross_entropy
 from zero import Mixed, stage1, stage2, stage3
 
-# over dp alone
 COPIES = {"auto": overlapped.wrap, "naive": naive.wrap, "bucketed": bucketed.wrap, "overlapped": overlapped.wrap}
-ZERO = {"zero1": stage1.wrap, "zero2": stage2.wrap, "zero3": stage3.wrap}
+DATA_STRATEGIES = COPIES | {"zero1": stage1.wrap, "zero2": stage2.wrap, "zero3": stage3.wrap}  # over dp alone
 PARTIAL = ("kv", "tp", TIE)  # labels of the sums that come after those over data, in this order
 
 
@@ -210,10 +209,12 @@ def data_parallel(
 
 def copies_or_shards(data: str, precision: Precision) -> Callable[..., Replica]:
     """The `wrap` of a strategy over dp alone, in this precision; gradients of 16 bits are added and travel in 32."""
+    wrap = DATA_STRATEGIES[data]
+    if not precision.mixed:
+        return wrap
     if data in COPIES:
-        return partial(masters.wrap, COPIES[data], weights=precision.weights) if precision.mixed else COPIES[data]
-    mixed = Mixed(precision.weights, gradients=precision.masters) if precision.mixed else None
-    return partial(ZERO[data], mixed=mixed)
+        return partial(masters.wrap, wrap, weights=precision.weights)
+    return partial(wrap, mixed=Mixed(precision.weights, gradients=precision.masters))
 
 
 def sharded(
