@@ -166,7 +166,7 @@ class Trainer:
         """
         params, lr = self.handle.parameters(), learning_rate(self.config.train, step)
         norm = grad_norm(params, group=self.run.world)
-        # IDEA: the norm has the same bits on every rank, so what one rank met all of them act on alike.
+        # The norm has the same bits on every rank, so what one rank met all of them act on alike.
         finite = bool(norm.isfinite())
         if not finite and self.scaler.lowest and self.config.train.nonfinite == "raise":
             raise Stopped(
