@@ -17,6 +17,7 @@ from collectives.watch import Watcher, watching
 from nd_mesh import data, folder, metrics, placement
 from nd_mesh.config import Config, layers_of_stages
 from nd_mesh.mesh import AXES, EXPERT_AXES
+from nd_mesh.precision import Precision, supported
 from nd_mesh.sample import generate
 from nd_mesh.stages import Stages
 from nd_mesh.train import Trainer
@@ -113,7 +114,8 @@ def describe(trainer: Trainer) -> list[str]:
     owned = sum(param.numel() for param in trainer.handle.parameters())
     stream, held_out = trainer.train_stream, trainer.validation_stream
     lines = [
-        f"{run.size} ranks, {run.backend} on {run.device.type}, {config.train.dtype}, mesh {axes}",
+        f"{run.size} ranks, {run.backend} on {run.device.type}, {Precision.of(config.train.dtype)}, mesh {axes}",
+        supported(run.device),
         *(_placed(trainer) if run.size > 1 else []),
         f"{owned / 1e6:.2f} M parameters on this rank{f' ({cut})' if (cut := trainer.handle.padding()) else ''}",
         f"{len(stream.tokens):,} training tokens in {len(stream.starts):,} documents, "
