@@ -1,6 +1,7 @@
-"""The command line: `train CONFIG`, alone or under torchrun, and `plot RUN …`."""
+"""The command line: `train CONFIG`, `sample` and `evaluate` of a checkpoint, alone or under torchrun; `plot RUN …`."""
 
 import argparse
+import functools
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,7 +9,7 @@ from typing import NoReturn
 
 from collectives import runtime
 from collectives.agreement import Stopped
-from nd_mesh import config, data, folder, loop, metrics, mistakes
+from nd_mesh import config, data, folder, loop, metrics, mistakes, use
 
 
 class Parser(argparse.ArgumentParser):
@@ -24,6 +25,7 @@ def parser() -> Parser:
     whole = Parser(prog="nd_mesh", description=__doc__, allow_abbrev=False)
     commands = whole.add_subparsers(dest="command", required=True)
     training = commands.add_parser("train", help="train a GPT", allow_abbrev=False)
+    training.set_defaults(prepare=prepare_training)
     training.add_argument(
         "config", type=Path, help="a TOML file with the tables mesh, model, data, train, parallel, watch"
     )
@@ -32,10 +34,40 @@ def parser() -> Parser:
         table, key = name.split(".")
         value = getattr(getattr(default, table), key)
         training.add_argument(f"--{name}", metavar="VALUE", help=f"default {value}", default=argparse.SUPPRESS)
+    sampling = commands.add_parser("sample", help="text from a checkpoint", allow_abbrev=False)
+    sampling.set_defaults(prepare=use.sampling)
+    use.arguments_of_sample(sampling)
+    evaluating = commands.add_parser("evaluate", help="a checkpoint's validation loss", allow_abbrev=False)
+    evaluating.set_defaults(prepare=use.evaluating)
+    use.arguments(evaluating)
     plotting = commands.add_parser("plot", help="overlay the loss curves of runs", allow_abbrev=False)
     plotting.add_argument("runs", type=Path, nargs="+", help="folders that runs wrote")
     plotting.add_argument("--out", type=Path, required=True, help="the PNG to write")
     return whole
+
+
+def parsed(arguments: Sequence[str]) -> argparse.Namespace:
+    """The command and its options. Raises ConfigError for what is none of them, with what may have been meant."""
+    chosen, unknown = parser().parse_known_args(arguments)
+    if unknown and not unknown[0].startswith("--"):
+        raise config.ConfigError(f"unexpected argument {unknown[0]!r}: one configuration, then options")
+    for name in [option.removeprefix("--").split("=")[0] for option in unknown[:1]]:
+        if name in config.names():  # of train
+            raise config.ConfigError(
+                f"{name} is what it was in the run: only mesh, parallel and the data's place change"
+            )
+        raise config.ConfigError(config.unknown(name))
+    chosen.overrides = {name: getattr(chosen, name) for name in config.names() if hasattr(chosen, name)}
+    return chosen
+
+
+def prepare_training(chosen: argparse.Namespace, world: int) -> tuple[config.Config, use.Job]:
+    """The configuration and what `train` does on a started rank. Raises ValueError before there is any."""
+    settings = config.load(chosen.config, chosen.overrides)
+    mistakes.check(settings, world)
+    folder.check(Path(settings.train.out))
+    training, validation = data.load(settings.data, settings.model.vocab)
+    return settings, functools.partial(loop.train, settings, training, validation)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -44,25 +76,17 @@ def main(arguments: Sequence[str]) -> int:
     try:
         here = runtime.place()
         told_by = f"rank {here.rank}: " if here.size > 1 else ""
-        chosen, unknown = parser().parse_known_args(arguments)
-        if unknown and not unknown[0].startswith("--"):
-            raise config.ConfigError(f"unexpected argument {unknown[0]!r}: one configuration, then options")
-        if unknown:
-            raise config.ConfigError(config.unknown(unknown[0].removeprefix("--").split("=")[0]))
+        chosen = parsed(arguments)
         if chosen.command == "plot":
             metrics.plot(chosen.runs, chosen.out)
             return 0
-        overrides = {name: getattr(chosen, name) for name in config.names() if hasattr(chosen, name)}
-        settings = config.load(chosen.config, overrides)
-        mistakes.check(settings, here.size)
-        folder.check(Path(settings.train.out))
-        training, validation = data.load(settings.data, settings.model.vocab)
+        settings, job = chosen.prepare(chosen, here.size)
     except (ValueError, OSError) as mistake:
         print(f"{told_by}error: {mistake}", file=sys.stderr)
         return 2
     with runtime.start(timeout=settings.train.timeout) as run:
         try:
-            loop.train(settings, training, validation, run)
+            job(run)
         except Stopped as stopped:  # on every rank, so all leave in good order
             print(f"{told_by}error: {stopped}", file=sys.stderr)
             return 2
