@@ -20,6 +20,7 @@ MESHES = {
     "one device": (1, DENSE, {}),
     "dp": (3, DENSE, {"dp": 3, "microbatches": 2}),
     "more ranks than rows": (4, DENSE, {"dp": 4, "batch": 3}),
+    "more rows than samples": (2, DENSE, {"dp": 2, "batch": 60}),
     "cp, tp": (4, DENSE, {"cp": 2, "tp": 2}),
     "cp, padded": (4, DENSE, {"cp": 4, "microbatches": 3}),
     "tp, sequences, fsdp": (4, DENSE, {"tp": 2, "sequence": True, "fsdp": 2}),

@@ -34,6 +34,7 @@ MESHES = {
     "cp": (2, ["--mesh.cp", "2"]),
     "fsdp": (2, ["--mesh.fsdp", "2"]),
     "ep": (2, ["--mesh.ep", "2"]),
+    "zero1": (2, ["--parallel.data", "zero1"]),
     "zero3": (2, ["--parallel.data", "zero3"]),
     "pp, tp and sequences": (4, ["--mesh.pp", "2", "--mesh.tp", "2", "--parallel.sequence", "true"]),
     "cp, fsdp, ep": (4, ["--mesh.cp", "2", "--mesh.fsdp", "2", "--mesh.ep", "4", "--parallel.order", "striped"]),
