@@ -1,6 +1,9 @@
-"""The command line: `train CONFIG`, alone or under torchrun, `mesh CONFIG`, without ranks, and `plot RUN …`."""
+"""The command line: `train CONFIG`, `sample` and `evaluate` of a checkpoint, alone or under torchrun; without ranks
+`mesh CONFIG` and `plot RUN …`.
+"""
 
 import argparse
+import functools
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,7 +11,7 @@ from typing import NoReturn
 
 from collectives import runtime
 from collectives.agreement import Stopped
-from nd_mesh import config, data, folder, loop, metrics, mistakes, picture, placement
+from nd_mesh import config, data, folder, loop, metrics, mistakes, picture, placement, use
 from nd_mesh.mesh import Grid
 
 
@@ -24,12 +27,22 @@ def parser() -> Parser:
     """Every setting of a configuration is an option by its dotted name."""
     whole = Parser(prog="nd_mesh", description=__doc__, allow_abbrev=False)
     commands = whole.add_subparsers(dest="command", required=True)
-    _add_settings(commands.add_parser("train", help="train a GPT", allow_abbrev=False))
+    training = commands.add_parser("train", help="train a GPT", allow_abbrev=False)
+    training.set_defaults(prepare=prepare_training)
+    _add_settings(training)
+    sampling = commands.add_parser("sample", help="text from a checkpoint", allow_abbrev=False)
+    sampling.set_defaults(prepare=use.sampling)
+    use.arguments_of_sample(sampling)
+    evaluating = commands.add_parser("evaluate", help="a checkpoint's validation loss", allow_abbrev=False)
+    evaluating.set_defaults(prepare=use.evaluating)
+    use.arguments(evaluating)
     placing = commands.add_parser("mesh", help="show where a mesh puts its ranks", allow_abbrev=False)
+    placing.set_defaults(show=show_mesh)
     _add_settings(placing)
     placing.add_argument("--per-node", type=int, default=8, help="ranks of a node, default 8")
     placing.add_argument("--out", type=Path, help="a PNG to write")
     plotting = commands.add_parser("plot", help="overlay the loss curves of runs", allow_abbrev=False)
+    plotting.set_defaults(show=lambda chosen: metrics.plot(chosen.runs, chosen.out))
     plotting.add_argument("runs", type=Path, nargs="+", help="folders that runs wrote")
     plotting.add_argument("--out", type=Path, required=True, help="the PNG to write")
     return whole
@@ -46,15 +59,40 @@ def _add_settings(command: argparse.ArgumentParser) -> None:
         command.add_argument(f"--{name}", metavar="VALUE", help=f"default {value}", default=argparse.SUPPRESS)
 
 
-def show_mesh(settings: config.Config, per_node: int, out: Path | None) -> None:
+def show_mesh(chosen: argparse.Namespace) -> None:
     """Print what placement.report tells of a mesh that could be trained on, and draw it where `out` is named."""
+    settings, per_node = config.load(chosen.config, chosen.overrides), chosen.per_node
     if per_node < 1:
         raise config.ConfigError(f"--per-node={per_node} must be positive")
     grid = Grid(settings.mesh)
     mistakes.check(settings, grid.size())
     print(*placement.report(settings, per_node, placement.estimate(settings)), sep="\n")
-    if out is not None:
-        picture.draw(grid, per_node, out)
+    if chosen.out is not None:
+        picture.draw(grid, per_node, chosen.out)
+
+
+def parsed(arguments: Sequence[str]) -> argparse.Namespace:
+    """The command and its options. Raises ConfigError for what is none of them, with what may have been meant."""
+    chosen, unknown = parser().parse_known_args(arguments)
+    if unknown and not unknown[0].startswith("--"):
+        raise config.ConfigError(f"unexpected argument {unknown[0]!r}: one configuration, then options")
+    for name in [option.removeprefix("--").split("=")[0] for option in unknown[:1]]:
+        if name in config.names():  # of train
+            raise config.ConfigError(
+                f"{name} is what it was in the run: only mesh, parallel and the data's place change"
+            )
+        raise config.ConfigError(config.unknown(name))
+    chosen.overrides = {name: getattr(chosen, name) for name in config.names() if hasattr(chosen, name)}
+    return chosen
+
+
+def prepare_training(chosen: argparse.Namespace, world: int) -> tuple[config.Config, use.Job]:
+    """The configuration and what `train` does on a started rank. Raises ValueError before there is any."""
+    settings = config.load(chosen.config, chosen.overrides)
+    mistakes.check(settings, world)
+    folder.check(Path(settings.train.out))
+    training, validation = data.load(settings.data, settings.model.vocab)
+    return settings, functools.partial(loop.train, settings, training, validation)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -63,28 +101,17 @@ def main(arguments: Sequence[str]) -> int:
     try:
         here = runtime.place()
         told_by = f"rank {here.rank}: " if here.size > 1 else ""
-        chosen, unknown = parser().parse_known_args(arguments)
-        if unknown and not unknown[0].startswith("--"):
-            raise config.ConfigError(f"unexpected argument {unknown[0]!r}: one configuration, then options")
-        if unknown:
-            raise config.ConfigError(config.unknown(unknown[0].removeprefix("--").split("=")[0]))
-        if chosen.command == "plot":
-            metrics.plot(chosen.runs, chosen.out)
+        chosen = parsed(arguments)
+        if hasattr(chosen, "show"):
+            chosen.show(chosen)
             return 0
-        overrides = {name: getattr(chosen, name) for name in config.names() if hasattr(chosen, name)}
-        settings = config.load(chosen.config, overrides)
-        if chosen.command == "mesh":
-            show_mesh(settings, chosen.per_node, chosen.out)
-            return 0
-        mistakes.check(settings, here.size)
-        folder.check(Path(settings.train.out))
-        training, validation = data.load(settings.data, settings.model.vocab)
+        settings, job = chosen.prepare(chosen, here.size)
     except (ValueError, OSError) as mistake:
         print(f"{told_by}error: {mistake}", file=sys.stderr)
         return 2
     with runtime.start(timeout=settings.train.timeout) as run:
         try:
-            loop.train(settings, training, validation, run)
+            job(run)
         except Stopped as stopped:  # on every rank, so all leave in good order
             print(f"{told_by}error: {stopped}", file=sys.stderr)
             return 2

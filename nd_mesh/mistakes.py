@@ -1,10 +1,15 @@
-"""What a configuration asks for and cannot run: each mistake in one line that names the values and the remedy.
+"""What a configuration asks for and cannot run: each mistake in one line that names the values, the reason and the
+nearest that works.
 
-Every rank looks for itself, before any group is made, so all of them say the same and none waits for another.
+Every rank looks for itself, before any group is made, so all of them say the same and none waits for another. What runs
+and has no effect is refused too where somebody would count on it: a way of cutting, sending or saving whose absence no
+loss shows. A setting that belongs to a switch of the model or the optimizer waits for it: those of mixtures for
+model.experts, betas for AdamW.
 """
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 
@@ -14,12 +19,14 @@ from nd_mesh.config import (
     ConfigError,
     MeshConfig,
     ModelConfig,
+    ParallelConfig,
     TrainConfig,
     layers_of_stages,
     names,
     pipeline_plan,
 )
 from nd_mesh.precision import LARGEST_SCALE
+from pipeline.schedules import IN_TWO
 from tensor_parallel import cut
 
 RECOMPUTED = ("block", "attend_norm", "q", "k", "v", "attend", "o", "attend_drop", "ffn_norm", "ffn", "ffn_drop")
@@ -36,7 +43,8 @@ _NOT_NEGATIVE = (
     *("train.evaluate_every", "train.save_every", "train.sample", "parallel.prefetch", "parallel.virtual"),
     *("checkpoint.keep_last", "checkpoint.keep_every", "checkpoint.writers", "checkpoint.bandwidth"),
 )
-_TOO_LARGE = 2**31
+_TOO_LARGE = {name: 2**31 for name in names()} | {"model.layers": 2**16, "model.heads": 2**16}  # we count these out
+_ACTIONS = 2**20  # of a pipeline's plan, which every rank makes whole
 
 
 def check(config: Config, world: int) -> None:
@@ -56,6 +64,7 @@ def _mistakes(config: Config, world: int) -> Iterator[str]:
     yield from _context_mistakes(config)
     yield from _pipeline_mistakes(config)
     yield from _precision_mistakes(config.train)
+    yield from _without_effect(config)
 
 
 def _out_of_range(config: Config) -> Iterator[str]:
@@ -67,8 +76,8 @@ def _out_of_range(config: Config) -> Iterator[str]:
             yield f"{name}={value} must be positive"
         elif name in _NOT_NEGATIVE and value < 0:
             yield f"{name}={value} must not be negative"
-        elif isinstance(value, int | float) and abs(value) >= _TOO_LARGE:
-            yield f"{name}={value} must be less than {_TOO_LARGE}"
+        elif isinstance(value, int | float) and abs(value) >= _TOO_LARGE[name]:
+            yield f"{name}={value} must be less than {_TOO_LARGE[name]}"
     for name in ("model.dropout", "train.momentum", "train.betas"):
         if not all(0 <= value < 1 - 2**-16 for value in np.atleast_1d(values[name])):
             yield f"{name}={values[name]} must be at least 0 and less than 1 - 2^-16"
@@ -78,7 +87,10 @@ def _out_of_range(config: Config) -> Iterator[str]:
         yield f"train.timeout={config.train.timeout} must be at least 1 second"
     end = config.data.document_end
     if end is not None and (config.data.format == "text" or not 0 <= end < config.model.vocab):
-        yield f"data.document_end={end} must be an id of the vocabulary, and data.format one of token ids"
+        yield (
+            f"data.document_end={end} must be an id less than model.vocab={config.model.vocab}, and data.format="
+            f"{config.data.format} one of token ids: leave it out, or use data.format=uint16"
+        )
     prompt = config.train.prompt.encode()
     if config.data.format == "text" and (not prompt or max(prompt) >= config.model.vocab):
         yield f"train.prompt={config.train.prompt!r} must be text of at least one byte, each less than model.vocab"
@@ -90,21 +102,20 @@ def _mesh_mistakes(mesh: MeshConfig, world: int) -> Iterator[str]:
     sizes = {axis: getattr(mesh, axis) for axis in ("pp", "dp", "fsdp", "cp", "tp")}
     if (ranks := math.prod(sizes.values())) != world:
         product = " × ".join(f"{axis} {size}" for axis, size in sizes.items())
-        yield f"the mesh {product} makes {ranks} ranks, but {world} are started: change [mesh] or --nproc-per-node"
+        told = f"the mesh {product} makes {ranks} ranks, but {world} are started: start {ranks} (--nproc-per-node)"
+        fine = [axis for axis in ("dp", "fsdp", "cp", "tp", "pp") if sizes[axis] * world % ranks == 0]
+        yield told + (f", or use mesh.{fine[0]}={sizes[fine[0]] * world // ranks}" if fine else "")
     if (data := mesh.dp * mesh.fsdp * mesh.cp) % mesh.ep:
-        fine = cut.listed(cut.divisors(data))
-        yield f"mesh.ep={mesh.ep} is folded out of the {data} ranks of dp · fsdp · cp, and must divide them; use {fine}"
+        fine = f"use an ep of {cut.listed(cut.divisors(data))}"
+        yield f"mesh.ep={mesh.ep} is folded out of the {data} ranks of dp · fsdp · cp, and must divide them; {fine}"
 
 
 def _strategy_mistakes(config: Config) -> Iterator[str]:
-    parallel, fsdp = config.parallel, config.mesh.fsdp
-    if fsdp > 1 and parallel.data not in ("auto", "fsdp"):
-        yield f"parallel.data={parallel.data} works over mesh.dp: use mesh.fsdp=1, or parallel.data=fsdp"
-    gathers = parallel.sequence or (config.mesh.cp > 1 and parallel.attention == "all_gather")
-    if parallel.save_gathered and not gathers:
+    parallel, mesh = config.parallel, config.mesh
+    if mesh.fsdp > 1 and parallel.data not in ("auto", "fsdp"):
         yield (
-            "parallel.save_gathered=true is a way of parallel.sequence=true, and over mesh.cp of "
-            "parallel.attention=all_gather: here nothing is gathered"
+            f"parallel.data={parallel.data} works over mesh.dp: use parallel.data=fsdp, or "
+            f"mesh.dp={mesh.dp * mesh.fsdp} and mesh.fsdp=1"
         )
     for name in parallel.recompute:
         if name not in RECOMPUTED:
@@ -112,19 +123,25 @@ def _strategy_mistakes(config: Config) -> Iterator[str]:
     if "block" in parallel.recompute and len(parallel.recompute) > 1:
         yield "parallel.recompute has a block and parts of it: use block alone, or leave it out"
     if len(set(parallel.recompute)) < len(parallel.recompute):
-        yield f"parallel.recompute={list(parallel.recompute)} has a name twice"
-    if config.checkpoint.keep_every and not config.checkpoint.keep_last:
-        yield "checkpoint.keep_every needs checkpoint.keep_last: without it all checkpoints stay"
+        once = list(dict.fromkeys(parallel.recompute))
+        yield f"parallel.recompute={list(parallel.recompute)} has a name twice: use parallel.recompute={once}"
 
 
 def _model_mistakes(model: ModelConfig) -> Iterator[str]:
     if not model.pattern or set(model.pattern) - {"d", "m"}:
-        yield f"model.pattern={model.pattern!r} must be of letters d, a dense layer, and m, a mixture of experts"
+        yield (
+            f"model.pattern={model.pattern!r} must be of letters d, a dense layer, and m, a mixture of experts: "
+            "use model.pattern=m"
+        )
     if model.heads % model.kv_heads:
-        fine = cut.divisors(model.heads)
-        yield f"model.kv_heads={model.kv_heads} does not divide model.heads={model.heads}; use one of {fine}"
-    if model.width % (2 * model.heads):
-        yield f"model.width={model.width} is not an even multiple of model.heads={model.heads}: RoPE turns pairs"
+        fine = cut.listed(cut.divisors(model.heads))
+        yield f"model.kv_heads={model.kv_heads} does not divide model.heads={model.heads}; use model.kv_heads={fine}"
+    if rest := model.width % (2 * model.heads):
+        below, above = model.width - rest, model.width - rest + 2 * model.heads
+        yield (
+            f"model.width={model.width} is not an even multiple of model.heads={model.heads}: RoPE turns pairs; "
+            f"use model.width={cut.listed([size for size in (below, above) if size])}"
+        )
 
 
 def _tensor_mistakes(config: Config) -> Iterator[str]:
@@ -151,19 +168,23 @@ def _tensor_mistakes(config: Config) -> Iterator[str]:
 
 def _expert_mistakes(config: Config) -> Iterator[str]:
     model, mesh = config.model, config.mesh
+    folded = mesh.tp if config.parallel.sequence else 1
+    shares = mesh.ep * folded
     if model.experts == 0 and mesh.ep > 1:
-        yield f"mesh.ep={mesh.ep} shares experts, and there are none: use mesh.ep=1, or model.experts"
+        yield f"mesh.ep={mesh.ep} shares experts, and there are none: use mesh.ep=1, or model.experts={shares}"
     if model.experts == 0:
         return
     if not any(model.mixture(layer) for layer in range(model.layers)):
-        yield f"model.pattern={model.pattern!r} leaves all {model.layers} layers dense: have an m in it, or no experts"
+        dense = f"model.pattern={model.pattern!r} leaves all {model.layers} layers dense"
+        yield f"{dense}: have an m in it, use model.pattern=m, or model.experts=0"
     if model.choices > model.experts:
-        yield f"model.choices={model.choices} of model.experts={model.experts}: choose at most all"
-    folded = mesh.tp if config.parallel.sequence else 1
-    if model.experts % (mesh.ep * folded):
+        most = f"use model.choices={model.experts}"
+        yield f"model.choices={model.choices} of model.experts={model.experts}: choose at most all, {most}"
+    if model.experts % shares:
         how = f" · mesh.tp={folded}, which sequence parallelism folds into it," if folded > 1 else ""
         fine = [ep for ep in cut.divisors(mesh.dp * mesh.fsdp * mesh.cp) if model.experts % (ep * folded) == 0]
-        remedy = f"use an ep of {cut.listed(fine)}" if fine else f"use a number of experts that {folded} divides"
+        more = -(-model.experts // shares) * shares
+        remedy = f"use an ep of {cut.listed(fine)}" if fine else f"use model.experts={more}"
         yield f"mesh.ep={mesh.ep}{how} does not divide model.experts={model.experts}; {remedy}"
 
 
@@ -182,17 +203,17 @@ def _context_mistakes(config: Config) -> Iterator[str]:
 
 
 def _pipeline_mistakes(config: Config) -> Iterator[str]:
-    parallel, pp = config.parallel, config.mesh.pp
+    parallel, pp, layers = config.parallel, config.mesh.pp, config.model.layers
     if pp == 1:
-        for name in ("virtual", "stage_layers", "reduce_each"):
-            if getattr(parallel, name):
-                yield f"parallel.{name} is of a pipeline: leave it out, or use mesh.pp"
         return
-    if parallel.reduce_each and parallel.data not in ("fsdp", "zero3") and config.mesh.fsdp == 1:
-        yield f"parallel.reduce_each=true is of fsdp and zero3, not of parallel.data={parallel.data}: leave it out"
-    layers, named = config.model.layers, list(parallel.stage_layers)
-    if not named and pp * parallel.virtual > layers + 2:
-        yield _too_few(layers, pp * parallel.virtual)
+    each, named = parallel.virtual or (2 if parallel.schedule in IN_TWO else 1), list(parallel.stage_layers)
+    stages, microbatches = pp * each, config.train.microbatches
+    if not named and stages > layers + 2:
+        yield _too_few(layers, pp, each, parallel)
+        return
+    if stages * microbatches > _ACTIONS:
+        fewer = f"use train.microbatches={max(1, _ACTIONS // stages)}"
+        yield f"{stages} stages of train.microbatches={microbatches} make more than {_ACTIONS} actions; {fewer}"
         return
     try:
         plan = pipeline_plan(config)
@@ -202,10 +223,10 @@ def _pipeline_mistakes(config: Config) -> Iterator[str]:
     if named and (len(named) != plan.stages or sum(named) != layers or min(named) < 0):
         yield (
             f"parallel.stage_layers={named} must be {plan.stages} numbers, the blocks of each stage, that make "
-            f"model.layers={layers}"
+            f"model.layers={layers}: leave it out, for as even as can be"
         )
     elif not named and any(not each for each in layers_of_stages(config, plan)[1:-1]):
-        yield _too_few(layers, plan.stages)
+        yield _too_few(layers, pp, each, parallel)
 
 
 def _precision_mistakes(train: TrainConfig) -> Iterator[str]:
@@ -215,5 +236,65 @@ def _precision_mistakes(train: TrainConfig) -> Iterator[str]:
         yield f"train.scale_steps={train.scale_steps} must be positive"
 
 
-def _too_few(layers: int, stages: int) -> str:
-    return f"model.layers={layers} are too few for {stages} stages; use more, or fewer stages"
+def _too_few(layers: int, pp: int, each: int, parallel: ParallelConfig) -> str:
+    """The last stage may have the head alone, the others have a block."""
+    remedy = f"use model.layers={pp * each - 1}"
+    if parallel.virtual > 1 and (fewer := (layers + 1) // pp) > 0:
+        remedy += f", or parallel.virtual={fewer}"
+    elif (fewer := (layers + 1) // each) > 1:
+        remedy += f", or a pp of at most {fewer}"
+    return f"model.layers={layers} are too few for {pp * each} stages; {remedy}"
+
+
+def _without_effect(config: Config) -> Iterator[str]:
+    """What is not as by default and changes nothing: whoever set it counts on something else."""
+    usual = Config()
+    for name, (effective, needed) in _effects(config).items():
+        table, key = name.split(".")
+        value, default = (getattr(getattr(side, table), key) for side in (config, usual))
+        if value != default and not effective:
+            yield f"{name}={_told(value)} has no effect without {needed}: leave it out"
+
+
+def _effects(config: Config) -> dict[str, tuple[bool, str]]:
+    """Of settings by name, whether they have an effect here, and with what they have."""
+    parallel, mesh, saves = config.parallel, config.mesh, config.train.save_every > 0
+    pipeline, context = mesh.pp > 1, mesh.cp > 1
+    sharded = mesh.fsdp > 1 or parallel.data == "fsdp"
+    gathered = sharded or parallel.data == "zero3"
+    keys = context and parallel.attention == "all_gather"
+    of_pipeline = ("parallel.schedule", "parallel.virtual", "parallel.stage_layers")
+    of_context = ("parallel.attention", "parallel.order")
+    of_saving = ("checkpoint.asynchronous", "checkpoint.keep_last", "checkpoint.writers", "checkpoint.bandwidth")
+    return {
+        **dict.fromkeys(of_pipeline, (pipeline, "mesh.pp")),
+        "parallel.reduce_each": (pipeline and gathered, "mesh.pp, and parallel.data=fsdp or zero3"),
+        **dict.fromkeys(of_context, (context, "mesh.cp")),
+        "parallel.ulysses": (
+            context and parallel.attention == "ring_ulysses",
+            "mesh.cp and parallel.attention=ring_ulysses",
+        ),
+        "parallel.sequence": (mesh.tp > 1, "mesh.tp"),
+        "parallel.save_gathered": (
+            (parallel.sequence and mesh.tp > 1) or keys,
+            "mesh.tp and parallel.sequence=true, or mesh.cp and parallel.attention=all_gather",
+        ),
+        "parallel.reshard": (
+            sharded or (pipeline and gathered),
+            "parallel.data=fsdp, or mesh.pp and parallel.data=zero3",
+        ),
+        "parallel.prefetch": (sharded and not pipeline, "parallel.data=fsdp, and mesh.pp=1"),
+        "parallel.cap": (
+            not sharded and parallel.data != "naive",
+            "buckets, which parallel.data=naive and fsdp do not have",
+        ),
+        **dict.fromkeys(of_saving, (saves, "train.save_every")),
+        "checkpoint.keep_every": (config.checkpoint.keep_last > 0, "checkpoint.keep_last, as all checkpoints stay"),
+    }
+
+
+def _told(value: Any) -> str:
+    """A value as it is typed."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return str(list(value) if isinstance(value, tuple) else value)

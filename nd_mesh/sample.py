@@ -8,6 +8,8 @@ from nd_mesh.context import Rows
 from nd_mesh.data import Batch
 from nd_mesh.model import GPT, Where
 
+TEMPERATURE = 0.8  # below 1 likely tokens are likelier than the model says
+
 
 @torch.no_grad()
 def generate(
@@ -18,7 +20,7 @@ def generate(
     context: int,
     vocab: int,
     seed: int,
-    temperature: float = 0.8,
+    temperature: float = TEMPERATURE,
     rows: Rows | None = None,
     device: torch.device | None = None,
 ) -> list[int]:

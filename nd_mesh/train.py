@@ -241,7 +241,7 @@ class Trainer:
         Raises Stopped on every rank, and nothing is changed, for one that is damaged, or of another run.
         """
         found = find(path, group=self.run.world, fallback=self.config.checkpoint.fallback)
-        together(lambda: self._check_same_run(found) if self.run.rank == 0 else None, group=self.run.world)
+        together(lambda: self.check_same_run(found) if self.run.rank == 0 else None, group=self.run.world)
         restore(found, self.handle.parameters(), self.optimizer, self._biases())
         self.handle.after_load()
         self.tokens, self.metrics = found.shared["tokens"], found.shared["metrics"]
@@ -255,7 +255,15 @@ class Trainer:
     def _biases(self) -> Values:
         return {f"bias/{name}": [(bias.held.boxes[0], bias)] for name, bias in self.biases().items()}
 
-    def _check_same_run(self, found: Saved) -> None:
+    def load_weights(self, found: Saved) -> None:
+        """Take the weights of a checkpoint, routers' biases among them, and nothing else. Collective.
+
+        Raises Stopped on every rank, and nothing is changed, for one that is damaged, or has other weights.
+        """
+        found.read(training(self.handle.parameters(), self.optimizer) | self._biases(), all_names=False)
+        self.handle.after_load()
+
+    def check_same_run(self, found: Saved) -> None:
         """Raise ConfigError unless a checkpoint is of the same function of the same data."""
         before, now = found.manifest.about, self.about
         if lacks := {"config", "data"} - before.keys():
