@@ -14,7 +14,7 @@ from collectives.flat import deal
 from fsdp.cut import Cut
 from fsdp.slots import row
 from nd_mesh.part import Group, Part, expert, layer_of
-from nd_mesh.terms import Term, all_gather, all_reduce, reduce_scatter
+from nd_mesh.terms import Term, all_gather, all_reduce, broadcast, reduce_scatter
 from pipeline.events import events
 from zero.partition import Partition
 
@@ -30,7 +30,11 @@ def data(part: Part) -> Iterator[Term]:
     """
     if sharded(part):
         yield from fsdp(part)
+        own = [part.group(name) for name in ("expert_shard", "expert_replicas")] if part.config.mesh.ep > 1 else []
+        yield from buffers(part, [part.group("shard"), part.group("dp")], own)
         return
+    if part.config.mesh.ep == 1:  # a handle of some weights leaves a module's buffers alone
+        yield from buffers(part, [part.group("data")])
     formula = {"naive": naive, "zero1": zero1, "zero2": zero2, "zero3": zero3}.get(part.config.parallel.data, bucketed)
     for group, weights in families(part):
         yield from formula(part, group, weights)
@@ -62,6 +66,16 @@ def turns(part: Part, units: Mapping[int, Sequence[str]]) -> Counter[tuple[str, 
     words = {"open": "action" if parallel.reshard else "step", "reduce": "action" if parallel.reduce_each else "step"}
     around = events(part.plan.actions[part.place["pp"]], units, **words)
     return Counter((event.verb, event.unit) for each in around for event in (*each.before, *each.after))
+
+
+def buffers(part: Part, groups: Sequence[Group], without: Sequence[Group] = ()) -> Iterator[Term]:
+    """The biases of routers are made equal over each group: n(P-1)/P, and two numbers to compare what they are; these
+    also over the groups of units that have none.
+    """
+    biased = part.config.model.bias_rate > 0
+    n = part.e * part.config.model.experts * len(list(filter(part.mixes, part.layers))) * biased
+    yield from (broadcast(group, n, "buffers") for group in groups)
+    yield from (all_reduce(group, 16 * (n > 0), "buffers") for group in (*groups, *without))
 
 
 # -- copies ------------------------------------------------------------------------------------------------------------
@@ -144,7 +158,7 @@ def buckets(part: Part, weights: Weights, cap: int) -> list[Weights]:
 
 def flat_row(part: Part, group: Group, bucket: Weights) -> Partition:
     """A bucket in one row, cut evenly."""
-    return Partition([weight.numel() for weight in bucket.values()], group.size, align=ALIGN // part.e)
+    return Partition([weight.numel() for weight in bucket.values()], len(group), align=ALIGN // part.e)
 
 
 # -- FSDP --------------------------------------------------------------------------------------------------------------
@@ -161,15 +175,15 @@ class Unit(NamedTuple):
 
     def slot(self, align: int) -> int:
         """Elements of a rank's pieces side by side, each as long as the longest rank's."""
-        return row([cut.longest for cut in self.cuts.values()], align if self.shards.size == 1 else 1)[1]
+        return row([cut.longest for cut in self.cuts.values()], align if len(self.shards) == 1 else 1)[1]
 
 
 def fsdp(part: Part) -> Iterator[Term]:
     """n_b(2k+1)(s-1)/s of the blocks, n_r(k+1)(s-1)/s of the root, and 2(n/s)(r-1)/r over the replicas."""
     for unit in units(part):
         slot = part.e * unit.slot(ALIGN // part.e)
-        yield all_gather(unit.shards, unit.gathers * unit.shards.size * slot, "weights")
-        yield reduce_scatter(unit.shards, unit.reductions * unit.shards.size * slot, "gradients")
+        yield all_gather(unit.shards, unit.gathers * len(unit.shards) * slot, "weights")
+        yield reduce_scatter(unit.shards, unit.reductions * len(unit.shards) * slot, "gradients")
         yield all_reduce(unit.replicas, unit.reductions * slot, "gradients of replicas")
         for group in (unit.shards, unit.replicas):
             yield all_reduce(group, 8 * (len(unit.cuts) + 1), "who has one")
@@ -187,8 +201,8 @@ def units(part: Part) -> list[Unit]:
 def _unit(part: Part, name: str, weights: Weights, times: Mapping[str, tuple[int, int]]) -> Unit:
     own = name.endswith("experts")
     shards, replicas = (part.group(g) for g in (("expert_shard", "expert_replicas") if own else ("shard", "dp")))
-    dims = {n: _divided(w, shards.size) if own else 0 for n, w in weights.items()}
-    return Unit(shards, replicas, {n: Cut(w.shape, dims[n], shards.size) for n, w in weights.items()}, *times[name])
+    dims = {n: _divided(w, len(shards)) if own else 0 for n, w in weights.items()}
+    return Unit(shards, replicas, {n: Cut(w.shape, dims[n], len(shards)) for n, w in weights.items()}, *times[name])
 
 
 def _divided(weight: nn.Parameter, ranks: int) -> int:
@@ -203,7 +217,11 @@ def _times(part: Part, inside: Mapping[str, Weights]) -> dict[str, tuple[int, in
         return {name: (k if name == "rest" else both * k, 1) for name in inside}
     ends = (0, part.last_stage)
     of_stages = {
-        stage: [name for name in inside if name.split()[0] in (*(f"blocks.{i}" for i in blocks), *["rest"] * (stage in ends))]
+        stage: [
+            name
+            for name in inside
+            if name.split()[0] in (*(f"blocks.{i}" for i in blocks), *["rest"] * (stage in ends))
+        ]
         for stage, blocks in part.stages.items()
     }
     told = turns(part, of_stages)
@@ -217,7 +235,7 @@ def pieces(part: Part) -> dict[str, int]:
     """Of each weight the elements of its gradient that are left to this rank: all, a range, or rows."""
     strategy = part.config.parallel.data
     if sharded(part):
-        cuts = [(unit.shards.ranks.index(part.rank), unit.cuts) for unit in units(part)]
+        cuts = [(unit.shards.index(part.rank), unit.cuts) for unit in units(part)]
         return {name: cut.local(rank).numel() for rank, of_unit in cuts for name, cut in of_unit.items()}
     if not strategy.startswith("zero"):
         return {name: weight.numel() for name, weight in part.weights.items()}
@@ -226,6 +244,6 @@ def pieces(part: Part) -> dict[str, int]:
         inside, kept = layers(part, weights) if strategy == "zero3" else ({}, weights)
         dealt = [bucket for members in inside.values() for bucket in buckets(part, members, WHOLE)]
         for bucket in (*dealt, *buckets(part, kept, part.config.parallel.cap)):
-            owned = flat_row(part, group, bucket).owned(group.ranks.index(part.rank))
+            owned = flat_row(part, group, bucket).owned(group.index(part.rank))
             found |= {name: len(piece) for name, piece in zip(bucket, owned, strict=True)}
     return found

@@ -32,7 +32,7 @@ def numbers(part: Part) -> Iterator[Term]:
     if part.plan is not None:
         yield all_reduce(part.group("pp"), 8, "loss")
     yield all_reduce(part.world, 8, "norm")
-    yield all_gather(part.world, 8 * part.world.size, "seconds")
+    yield all_gather(part.world, 8 * len(part.world), "seconds")
     observers = part.world if part.config.parallel.sequence else part.group("tokens")
     yield all_reduce(observers, 8 * (part.config.model.experts + 5) * len(mixtures), "what mixtures did")
 
@@ -41,12 +41,10 @@ def partial_sums(part: Part) -> Iterator[Term]:
     """2m(P-1)/P over each group of a partial sum, m the bytes of the gradients that the data strategy leaves to this
     rank and of one number a parameter: whether anybody has it.
     """
-    left, sums = pieces(part), {}
+    left = pieces(part)
     for name in part.weights:
-        for group in part.sums(name):
-            sums[group] = sums.get(group, 0) + part.e * (left[name] + 1)
-    for group, m in sums.items():
-        yield all_reduce(group, m, "partial sums")
+        for what, group in part.sums(name).items():
+            yield all_reduce(group, part.e * (left[name] + 1), what)
 
 
 # -- tensor parallelism ------------------------------------------------------------------------------------------------
@@ -110,9 +108,8 @@ def experts_cut(part: Part) -> Iterator[Term]:
     """Of each expert every rank of tp has a part: two all_reduces, 4(P-1)/P of the rows that came to its experts, once
     more half of it where forward runs again.
     """
-    rows = sum(part.rows) * part.tokens * part.config.model.choices  # as many come as go, if routing is even
-    n = part.e * rows * part.config.model.width * (2 + part.again("block", "ffn"))
-    yield all_reduce(part.group("tp"), n, "experts", even=True)
+    n = part.e * part.config.model.width * sum(arriving(part, part.group("ep")))
+    yield all_reduce(part.group("tp"), (2 + part.again("block", "ffn")) * n, "experts", even=True)
 
 
 # -- context parallelism -----------------------------------------------------------------------------------------------
@@ -134,14 +131,14 @@ def ring(part: Part, again: int) -> Iterator[Term]:
 
 def exchanged(group: Group, b: int, again: int) -> Term:
     """Those (6P-4)b, and 2(P-1)b where forward runs again."""
-    hops = (6 * group.size - 4 if group.size > 1 else 0) + 2 * (group.size - 1) * again
+    hops = (6 * len(group) - 4 if len(group) > 1 else 0) + 2 * (len(group) - 1) * again
     return Term(group, "exchange", "keys and values", Fraction(hops * b))
 
 
 def gathered(part: Part, again: int) -> Iterator[Term]:
     """2(P-1)b to gather k and v, again in backward if they are not kept, and as much to scatter dk and dv."""
     group, kept = part.group("cp"), part.config.parallel.save_gathered
-    whole = 2 * group.size * part.keys()
+    whole = 2 * len(group) * part.keys()
     yield all_gather(group, whole * (2 - kept + again), "keys and values")
     yield reduce_scatter(group, whole, "keys and values")
 
@@ -153,16 +150,16 @@ def ulysses(part: Part, again: int) -> Iterator[Term]:
 
 def heads(part: Part, group: Group, again: int) -> Term:
     """Those, of b with the copies of keys that are sent where the ranks are more than heads of keys."""
-    one_way = 2 * (part.queries() + part.keys(group.size))
+    one_way = 2 * (part.queries() + part.keys(len(group)))
     return all_to_all(group, one_way * (2 + again), "heads")
 
 
 def ring_ulysses(part: Part, again: int) -> Iterator[Term]:
     """4(a/tp + b)(U-1)/U among U neighbours, and (6R-4)b in a ring of R."""
-    cp, u = part.group("cp").ranks, part.config.parallel.ulysses
+    cp, u = part.group("cp"), part.config.parallel.ulysses
     place = cp.index(part.rank)
-    yield heads(part, Group("ulysses", cp[place - place % u :][:u]), again)
-    yield exchanged(Group("ring", cp[place % u :: u]), part.keys(u), again)
+    yield heads(part, cp[place - place % u :][:u], again)
+    yield exchanged(cp[place % u :: u], part.keys(u), again)
 
 
 METHODS: dict[str, Callable[[Part, int], Iterator[Term]]] = {
@@ -180,14 +177,14 @@ def pipeline(part: Part) -> Iterator[Term]:
     plan, group = part.plan, part.group("pp")
     if plan is None:
         return
-    yield all_gather(group, 16 * group.size, "agreement")
+    yield all_gather(group, 16 * len(group), "agreement")
     tokens, width = part.stream_tokens, part.config.model.width
     for stage in part.stages:
         rows = [part.rows[m] for m in plan.through(stage)]
         for there, kind in ((plan.after(stage), "activations"), (plan.before(stage), "gradients")):
             if there is None or plan.rank_of[there] == part.place["pp"]:
                 continue
-            pair = Group("pp", tuple(sorted((part.rank, group.ranks[plan.rank_of[there]]))))
+            pair = tuple(sorted((part.rank, group[plan.rank_of[there]])))
             yield send(pair, part.e * sum(rows) * tokens * width, kind)
             if kind == "activations":
                 shapes = [[[[each, tokens, width], part.config.train.dtype, True]] for each in rows]
@@ -198,18 +195,26 @@ def pipeline(part: Part) -> Iterator[Term]:
 
 
 def experts(part: Part) -> Iterator[Term]:
-    """A layer: 4·s·D·k rows' bytes, s = (P-1)/P of them leave the rank if routing is even; before that how many, each
-    time 8E(P-1); and, where a row is cut into P parts, which: 4·(choices of the part)(P-1).
+    """A layer: 4·s·D·k rows' bytes, s the share of choices that leave the rank, (P-1)/P if routing is even: what goes
+    to the experts of others, and back to those whose rows came here, in forward and in backward. Before that how many,
+    each time 8E(P-1); and, where a row is cut into P parts, which: 4·(choices of the part)(P-1).
     """
-    model, again = part.config.model, part.again("block", "ffn")
-    sequence = part.config.parallel.sequence
+    model, sequence, again = part.config.model, part.config.parallel.sequence, part.again("block", "ffn")
     group, parts = part.group("ep_tp" if sequence else "ep"), part.group("row" if sequence else "cp")
-    choices = sum(part.rows) * part.stream_tokens * model.choices
+    mine, others = arriving(part, group)
+    leaving = part.choices - mine + others
     for _ in filter(part.mixes, part.layers):
         times = len(part.rows) * (1 + again)
-        yield all_gather(group, times * 8 * model.experts * group.size, "how many rows")
-        yield all_gather(parts, (1 + again) * 4 * choices * parts.size, "choices of whole rows")
-        yield all_to_all(group, (4 + 2 * again) * part.e * choices * model.width, "rows for experts", even=True)
+        yield all_gather(group, times * 8 * model.experts * len(group), "how many rows")
+        yield all_gather(parts, (1 + again) * 4 * part.choices * len(parts), "choices of whole rows")
+        n = (2 + again) * part.e * model.width * leaving
+        yield Term(group, "all_to_all_single", "rows for experts", n, even=True)
+
+
+def arriving(part: Part, group: Group) -> tuple[Fraction, Fraction]:
+    """Rows that come to this rank's experts from itself and from others, of equally many choices of every expert."""
+    everyones = sum(Part(part.config, rank).choices for rank in group)
+    return Fraction(part.choices, len(group)), Fraction(everyones - part.choices, len(group))
 
 
 STRATEGIES = (numbers, data, partial_sums, tensor, context, pipeline, experts)

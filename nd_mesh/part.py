@@ -4,7 +4,6 @@ and without memory; formulas.py says what it sends.
 
 from collections.abc import Iterator
 from functools import cached_property
-from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -19,16 +18,7 @@ from tensor_parallel import cut
 STREAM = ("attend_norm", "ffn_norm", "norm", "router")  # copies over tp; with sequences each saw some tokens
 
 
-class Group(NamedTuple):
-    """Ranks that communicate, under the name that they have in mesh.py, or in the strategy that made them."""
-
-    name: str
-    ranks: tuple[int, ...]
-
-    @property
-    def size(self) -> int:
-        """P."""
-        return len(self.ranks)
+Group = tuple[int, ...]  # the ranks that communicate, ascending
 
 
 class Part:
@@ -57,8 +47,13 @@ class Part:
         """a: bytes of [B, T/cp, D], of all its rows."""
         return self.e * sum(self.rows) * self.tokens * self.config.model.width
 
+    @property
+    def choices(self) -> int:
+        """How often its tokens choose an expert, in a layer."""
+        return sum(self.rows) * self.stream_tokens * self.config.model.choices
+
     def keys(self, ranks: int = 1) -> int:
-        """b: bytes of keys [B, T/cp, KV·K/tp]; where so many ranks share them and are more than heads, of the copies."""
+        """b: bytes of keys [B, T/cp, KV·K/tp]; where more ranks than heads share them, of a copy for each rank."""
         return self._heads(max(1, self.config.model.kv_heads // self.config.mesh.tp, ranks))
 
     def queries(self) -> int:
@@ -81,12 +76,12 @@ class Part:
 
     def group(self, name: str) -> Group:
         """Its group of that name in mesh.py."""
-        return Group(name, next(ranks for ranks in self.grid.groups(name) if self.rank in ranks))
+        return next(ranks for ranks in self.grid.groups(name) if self.rank in ranks)
 
     @property
     def world(self) -> Group:
         """All ranks."""
-        return Group("world", tuple(range(self.grid.size())))
+        return tuple(range(self.grid.size()))
 
     @cached_property
     def stages(self) -> dict[int, range]:
@@ -115,15 +110,15 @@ class Part:
         """The two ranks with a copy of a tied weight, if it is one of them."""
         if self.plan is None or not self.config.model.tied:
             return None
-        ends, pipeline = {self.plan.rank_of[0], self.plan.rank_of[-1]}, self.group("pp").ranks
-        tied = Group("tie", tuple(pipeline[end] for end in sorted(ends)))
-        return tied if tied.size > 1 and self.rank in tied.ranks else None
+        ends, pipeline = {self.plan.rank_of[0], self.plan.rank_of[-1]}, self.group("pp")
+        tied = tuple(pipeline[end] for end in sorted(ends))
+        return tied if len(tied) > 1 and self.rank in tied else None
 
     @property
     def sharers(self) -> Group:
         """The ranks of tp with the same heads of keys and values."""
-        runs = cut.sharers(self.group("tp").ranks, self.config.model.kv_heads)
-        return Group("kv", next(run for run in runs if self.rank in run))
+        runs = cut.sharers(self.group("tp"), self.config.model.kv_heads)
+        return next(run for run in runs if self.rank in run)
 
     # -- its weights ---------------------------------------------------------------------------------------------------
 
@@ -170,19 +165,23 @@ class Part:
             local[0] //= tp
         return local
 
-    def sums(self, name: str) -> list[Group]:
-        """The groups over which a weight's gradient is still partial after the sums over data."""
-        role, tied = role_of(name), self.ties if name == "embed.weight" else None
-        kv = [self.sharers] if role in ("k", "v") and self.sharers.size > 1 else []
-        tp = [self.group("tp")] if role in STREAM and self.config.parallel.sequence and self.config.mesh.tp > 1 else []
-        return [*kv, *tp, *([tied] if tied else [])]
+    def sums(self, name: str) -> dict[str, Group]:
+        """The groups over which a weight's gradient is still partial after the sums over data, by the reason."""
+        role, found = role_of(name), {}
+        if role in ("k", "v"):
+            found["shared keys and values"] = self.sharers
+        if role in STREAM and self.config.parallel.sequence:
+            found["norms"] = self.group("tp")
+        if name == "embed.weight" and self.ties:
+            found["tied embedding"] = self.ties
+        return found
 
     def holders(self, name: str) -> tuple[tuple[int, ...], ...]:
         """Who has the same of it, beside the ranks of data: along tp, and along pp."""
         role = role_of(name)
         along_tp = self.sharers if role in ("k", "v") else self.group("tp") if role in STREAM else None
         along_pp = self.ties if name == "embed.weight" else None
-        return tuple(group.ranks if group else (self.rank,) for group in (along_tp, along_pp))
+        return tuple(group or (self.rank,) for group in (along_tp, along_pp))
 
 
 def role_of(name: str) -> str:

@@ -20,7 +20,7 @@ class Term(NamedTuple):
     even: bool = False
 
 
-def all_reduce(group: Group, n: int, what: str, *, even: bool = False) -> Term:
+def all_reduce(group: Group, n: int | Fraction, what: str, *, even: bool = False) -> Term:
     """2n(P-1)/P."""
     return Term(group, "all_reduce", what, 2 * _leaves(group, n), even)
 
@@ -35,9 +35,14 @@ def reduce_scatter(group: Group, n: int, what: str) -> Term:
     return Term(group, "reduce_scatter_single", what, _leaves(group, n))
 
 
-def all_to_all(group: Group, n: int, what: str, *, even: bool = False) -> Term:
+def broadcast(group: Group, n: int, what: str) -> Term:
+    """n(P-1)/P, the mean of a tree."""
+    return Term(group, "broadcast", what, _leaves(group, n))
+
+
+def all_to_all(group: Group, n: int, what: str) -> Term:
     """n(P-1)/P of a rank's input, all pieces of which are equal."""
-    return Term(group, "all_to_all_single", what, _leaves(group, n), even)
+    return Term(group, "all_to_all_single", what, _leaves(group, n))
 
 
 def send(pair: Group, n: int, what: str) -> Term:
@@ -45,5 +50,5 @@ def send(pair: Group, n: int, what: str) -> Term:
     return Term(pair, "send", what, Fraction(n))
 
 
-def _leaves(group: Group, n: int) -> Fraction:
-    return Fraction(n * (group.size - 1), group.size)
+def _leaves(group: Group, n: int | Fraction) -> Fraction:
+    return Fraction(n) * (len(group) - 1) / len(group)
