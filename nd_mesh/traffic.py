@@ -71,10 +71,13 @@ def by_axis(config: Config, rank: int) -> dict[str, float]:
 
 
 def axis_of(grid: Grid, ranks: tuple[int, ...]) -> str:
-    """The axes along which these ranks differ: tp, or dp · cp. Some of an axis that are a group of the expert view have
-    its name, ep or expert data; of others, as the two ends of a boundary, it is the axis's.
+    """The axes along which these ranks differ: tp, or dp · cp; world, if it has several. Where they are some of an axis
+    only, a group of the expert view has its own name, ep or expert data, and others, as two neighbours of a pipeline or
+    ranks with the same keys, have the axis's.
     """
     axes = _axes(grid, ranks)
+    if len(ranks) == grid.size() and len(axes) > 1:
+        return "world"
     if len(ranks) < math.prod(getattr(grid.sizes, axis) for axis in axes):
         for name in EXPERT_GROUPS if grid.sizes.ep > 1 else ():
             if ranks in grid.groups(name):
