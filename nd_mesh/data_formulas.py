@@ -84,13 +84,13 @@ def buffers(part: Part, groups: Sequence[Group], without: Sequence[Group] = ()) 
 def naive(part: Part, group: Group, weights: Weights) -> Iterator[Term]:
     """2n(P-1)/P, and 8 bytes a parameter."""
     yield all_reduce(group, nbytes(weights), "gradients")
-    yield all_reduce(group, 8 * len(weights), "who has one")
+    yield all_reduce(group, 8 * len(weights), "used parameters")
 
 
 def bucketed(part: Part, group: Group, weights: Weights) -> Iterator[Term]:
     """2n(P-1)/P, overlapped or not; two numbers a parameter ride on the last bucket."""
     yield all_reduce(group, nbytes(weights), "gradients")
-    yield all_reduce(group, 2 * part.e * len(weights), "who has one")
+    yield all_reduce(group, 2 * part.e * len(weights), "used parameters")
 
 
 # -- ZeRO --------------------------------------------------------------------------------------------------------------
@@ -102,7 +102,7 @@ def zero1(part: Part, group: Group, weights: Weights, *, times: int = 1) -> Iter
     n = part.e * sum(row.padded for row in rows)
     yield reduce_scatter(group, times * n, "gradients")
     yield all_gather(group, n, "weights")
-    yield all_reduce(group, 8 * (len(weights) + len(rows)), "who has one")
+    yield all_reduce(group, 8 * (len(weights) + len(rows)), "used parameters")
 
 
 def zero2(part: Part, group: Group, weights: Weights) -> Iterator[Term]:
@@ -125,7 +125,7 @@ def zero3(part: Part, group: Group, weights: Weights) -> Iterator[Term]:
     *most, _ = zero2(part, group, kept)
     yield from most
     count += len(buckets(part, kept, part.config.parallel.cap))
-    yield all_reduce(group, 8 * (len(weights) + count), "who has one")
+    yield all_reduce(group, 8 * (len(weights) + count), "used parameters")
 
 
 def layers(part: Part, weights: Weights) -> tuple[dict[str, Weights], Weights]:
@@ -186,7 +186,7 @@ def fsdp(part: Part) -> Iterator[Term]:
         yield reduce_scatter(unit.shards, unit.reductions * len(unit.shards) * slot, "gradients")
         yield all_reduce(unit.replicas, unit.reductions * slot, "gradients of replicas")
         for group in (unit.shards, unit.replicas):
-            yield all_reduce(group, 8 * (len(unit.cuts) + 1), "who has one")
+            yield all_reduce(group, 8 * (len(unit.cuts) + 1), "used parameters")
 
 
 def units(part: Part) -> list[Unit]:

@@ -6,6 +6,7 @@ which their units ran, as a Python object, which is pickled. Not counted: what a
 """
 
 import math
+import textwrap
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -21,6 +22,8 @@ from nd_mesh.terms import Term
 
 DIFFERS = "DIFFERS"
 EXACT = 1e-3  # bytes: of sums of thirds, which a float rounds
+WIDTH = 70  # of the columns of the table
+TOGETHER = "\u00a0"  # in place of a space where no line may end
 HEAD = "traffic of the first step: bytes that rank {} of {} sends, measured, and by the strategies' formulas"
 
 
@@ -106,7 +109,7 @@ def table(found: Sequence[Line], config: Config, rank: int) -> str:
     grid, axes = Grid(config.mesh), defaultdict(list)
     for line in sorted(found, key=lambda line: _order(grid, line)):
         axes[axis_of(grid, line.ranks)].append(line)
-    told = [HEAD.format(rank, grid.size()), _row("axis", "ranks", "calls", "measured", "formula")]
+    told = [HEAD.format(rank, grid.size()), _row("axis", "ranks", "calls", "measured", "formula").rstrip()]
     for axis, several in axes.items():
         told += [_sum(axis, several), *(_sum(f"  {line.op}", [line], spelled(line.ranks)) for line in several)]
     return "\n".join([*told, _sum("all", found)])
@@ -123,19 +126,22 @@ def _sum(name: str, several: Sequence[Line], ranks: str = "") -> str:
         sum(getattr(each, what) for each in several) for what in ("calls", "measured", "formula")
     )
     known = any(line.terms for line in several)
-    numbers = f"{calls:,}", f"{measured:,.0f}", f"{formula:,.0f}" if known else "-"
-    return _row(name, ranks, *numbers, *map(_explained, several if ranks else ()))
+    row = _row(name, ranks, f"{calls:,}", f"{measured:,.0f}", f"{formula:,.0f}" if known else "-")
+    told = [part for line in several for part in _explained(line)] if ranks else []
+    return f"\n{'':{WIDTH}}".join([row + told[0], *told[1:]] if told else [row.rstrip()])
 
 
-def _explained(line: Line) -> str:
-    """The terms, those with one name as one, behind what is to be said."""
+def _explained(line: Line) -> list[str]:
+    """What is to be said, and the terms, largest first, those with one name as one: in lines that are not too long."""
     terms: dict[str, float] = defaultdict(float)
     for term in line.terms:
         terms[term.what] += float(term.nbytes)
-    told = [f"{what} {nbytes:,.0f}" if len(terms) > 1 else what for what, nbytes in terms.items()]
-    return ": ".join(filter(None, [line.mark, " + ".join(told)]))
+    told = sorted(terms.items(), key=lambda item: -item[1])
+    words = [f"{what} {nbytes:,.0f}" if len(told) > 1 else what for what, nbytes in told]
+    text = ": ".join(filter(None, [line.mark, f"{TOGETHER}+ ".join(word.replace(" ", TOGETHER) for word in words)]))
+    return [part.replace(TOGETHER, " ") for part in textwrap.wrap(text, 120 - WIDTH, break_on_hyphens=False)]
 
 
-def _row(*cells: str) -> str:
-    layout = "{:<24}{:<12}{:>6}{:>15}{:>15}" + "  {}" * (len(cells) > 5)
-    return layout.format(*cells).rstrip()
+def _row(name: str, ranks: str, *numbers: str) -> str:
+    calls, measured, formula = numbers
+    return f"{name:<24}{ranks:<10}{calls:>6}{measured:>14}{formula:>14}  "
