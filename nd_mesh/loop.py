@@ -14,7 +14,7 @@ from collectives.journal import Journal
 from collectives.ledger import Ledger
 from collectives.runtime import Runtime, place
 from collectives.watch import Watcher, watching
-from nd_mesh import data, folder, metrics, placement
+from nd_mesh import data, folder, metrics, placement, traffic
 from nd_mesh.config import Config, layers_of_stages
 from nd_mesh.mesh import AXES, EXPERT_AXES
 from nd_mesh.precision import Precision, supported
@@ -81,9 +81,12 @@ def _watchers(config: Config, run: Runtime) -> list[Watcher]:
 
 def _steps(trainer: Trainer, report: metrics.Report, checkpoints: Checkpoints, first: int) -> None:
     """Steps first+1 … of the run, each with what is due after it: a record, an evaluation, a checkpoint."""
-    train, began = trainer.config.train, time.perf_counter()
+    train, began, sent = trainer.config.train, time.perf_counter(), Ledger()
     for step in range(first, train.steps):
-        report.step(record := trainer.step(step))
+        with watching(*([sent] if step == first else [])):  # to count takes time
+            report.step(record := trainer.step(step))
+        if step == first and trainer.run.size > 1:
+            report.say(traffic.told(sent, trainer.config, trainer.run))
         if _due(train.evaluate_every, record.step) or record.step == train.steps:
             report.evaluation(record.step, trainer.evaluate())
         agree(report.failure, trainer.run.device, group=trainer.run.world)
