@@ -11,6 +11,8 @@ from collectives.agreement import Stopped
 from nd_mesh import config, data, folder, loop, metrics, mistakes, picture, placement
 from nd_mesh.mesh import Grid
 
+MOST_RANKS = 2**17  # whose groups are still listed in a minute or two
+
 
 class Parser(argparse.ArgumentParser):
     """Mistakes become one line, told on every rank."""
@@ -51,6 +53,8 @@ def show_mesh(settings: config.Config, per_node: int, out: Path | None) -> None:
     if per_node < 1:
         raise config.ConfigError(f"--per-node={per_node} must be positive")
     grid = Grid(settings.mesh)
+    if grid.size() > MOST_RANKS:
+        raise config.ConfigError(f"a mesh of {grid.size()} ranks is more than can be shown: at most {MOST_RANKS}")
     mistakes.check(settings, grid.size())
     print(*placement.report(settings, per_node, placement.estimate(settings)), sep="\n")
     if out is not None:
