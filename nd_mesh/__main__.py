@@ -11,7 +11,7 @@ from collectives.agreement import Stopped
 from nd_mesh import config, data, folder, loop, metrics, mistakes, picture, placement
 from nd_mesh.mesh import Grid
 
-MOST_RANKS = 2**17  # whose groups are still listed in a minute or two
+MOST_RANKS = 2**17  # the groups of which are listed in a minute
 
 
 class Parser(argparse.ArgumentParser):

@@ -279,8 +279,8 @@ def test_command(toml, tmp_path, capsys):
 
 def test_command_draws(toml, tmp_path):
     pytest.importorskip("matplotlib")
-    assert command.main(["mesh", toml, "--mesh.tp", "2", "--out", str(tmp_path / "mesh.png")]) == 0
-    assert (tmp_path / "mesh.png").read_bytes().startswith(b"\x89PNG")
+    assert command.main(["mesh", toml, "--mesh.tp", "2", "--out", str(tmp_path / "new" / "mesh.png")]) == 0
+    assert (tmp_path / "new" / "mesh.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize(
