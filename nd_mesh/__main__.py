@@ -14,6 +14,8 @@ from collectives.agreement import Stopped
 from nd_mesh import config, data, folder, loop, metrics, mistakes, picture, placement, use
 from nd_mesh.mesh import Grid
 
+MOST_RANKS = 2**17  # the groups of which are listed in a minute
+
 
 class Parser(argparse.ArgumentParser):
     """Mistakes become one line, told on every rank."""
@@ -65,6 +67,8 @@ def show_mesh(chosen: argparse.Namespace) -> None:
     if per_node < 1:
         raise config.ConfigError(f"--per-node={per_node} must be positive")
     grid = Grid(settings.mesh)
+    if grid.size() > MOST_RANKS:
+        raise config.ConfigError(f"a mesh of {grid.size()} ranks is more than can be shown: at most {MOST_RANKS}")
     mistakes.check(settings, grid.size())
     print(*placement.report(settings, per_node, placement.estimate(settings)), sep="\n")
     if chosen.out is not None:

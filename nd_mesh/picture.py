@@ -59,6 +59,7 @@ def draw(grid: Grid, per_node: int, to: Path) -> None:
             _draw_panel(ax, groups, [(x + i, y + j) for i, j in corners], per_node)
     caption = "large: the rank; small: its group, as its colour; framed: the group of rank 0"
     ax.text(1, height - 0.3, caption, fontsize=7)
+    to.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(to, dpi=120)
     plt.close(figure)
 

@@ -279,8 +279,8 @@ def test_command(toml, tmp_path, capsys):
 
 def test_command_draws(toml, tmp_path):
     pytest.importorskip("matplotlib")
-    assert command.main(["mesh", toml, "--mesh.tp", "2", "--out", str(tmp_path / "mesh.png")]) == 0
-    assert (tmp_path / "mesh.png").read_bytes().startswith(b"\x89PNG")
+    assert command.main(["mesh", toml, "--mesh.tp", "2", "--out", str(tmp_path / "new" / "mesh.png")]) == 0
+    assert (tmp_path / "new" / "mesh.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize(
@@ -288,6 +288,7 @@ def test_command_draws(toml, tmp_path):
     [
         (["--mesh.tp", "3"], "mesh.tp=3 does not fit model.heads=6 and model.kv_heads=2; use a tp of 1 or 2"),
         (["--mesh.dp", "0"], "mesh.dp=0 must be positive"),
+        (["--mesh.dp", "131073"], "a mesh of 131073 ranks is more than can be shown: at most 131072"),
         (["--per-node", "0"], "--per-node=0 must be positive"),
         (["--per-node", "many"], "argument --per-node: invalid int value: 'many'"),
         (["--out", "mesh.png"], "a picture of 1 ranks shows nothing: draw a mesh of 2 to 1024"),
