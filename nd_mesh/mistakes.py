@@ -41,8 +41,10 @@ _NOT_NEGATIVE = (
     *("train.evaluate_every", "train.save_every", "train.sample", "parallel.prefetch", "parallel.virtual"),
     *("checkpoint.keep_last", "checkpoint.keep_every", "checkpoint.writers", "checkpoint.bandwidth"),
 )
-_TOO_LARGE = {name: 2**31 for name in names()} | {"model.layers": 2**16, "model.heads": 2**16}  # we count these out
-_ACTIONS = 2**20  # of a pipeline's plan, which every rank makes whole
+_TOO_LARGE = {name: 2**31 for name in names()} | {  # what is counted through here has closer bounds
+    **{"model.layers": 2**16, "model.heads": 2**16, "parallel.virtual": 2**10}
+}
+_ACTIONS = 2**15  # of a pipeline's plan, which every rank makes whole
 
 
 def check(config: Config, world: int) -> None:

@@ -59,8 +59,13 @@ def test_refused_files(toml, text, words):
     [
         ({"train": {"prompt": ""}}, 1, "train.prompt='' must be text"),
         ({"train": {"prompt": "é"}, "model": {"vocab": 128}}, 1, "train.prompt='é' must be text"),
-        ({"mesh": {"dp": 3}}, 2, "makes 3 ranks, but 2 are started"),
-        ({"mesh": {"dp": 2, "tp": 4}}, 4, "makes 8 ranks, but 4 are started"),
+        ({"mesh": {"dp": 3}}, 2, "makes 3 ranks, but 2 are started: start 3 (--nproc-per-node), or use mesh.dp=2"),
+        (
+            {"mesh": {"dp": 2, "tp": 4}},
+            4,
+            "but 4 are started: start 8 (--nproc-per-node), or use mesh.dp=1",
+        ),
+        ({"mesh": {"dp": 2, "tp": 4}}, 2, "but 2 are started: start 8 (--nproc-per-node), or use mesh.tp=1"),
         ({"mesh": {"tp": 3}}, 3, "mesh.tp=3 does not fit model.heads=6 and model.kv_heads=2; use a tp of 1 or 2"),
         ({"mesh": {"tp": 6}}, 6, "mesh.tp=6 does not divide model.hidden=512; use a tp of 1 or 2"),
         (
@@ -71,10 +76,46 @@ def test_refused_files(toml, text, words):
         (
             {"mesh": {"cp": 2}, "parallel": {"save_gathered": True}},
             2,
-            "parallel.save_gathered=true is a way of parallel.sequence=true, and over mesh.cp of "
-            "parallel.attention=all_gather: here nothing is gathered",
+            "parallel.save_gathered=true has no effect without mesh.tp and parallel.sequence=true, or mesh.cp and "
+            "parallel.attention=all_gather: leave it out",
         ),
-        ({"parallel": {"attention": "all_gather", "save_gathered": True}}, 1, "=all_gather: here nothing is gathered"),
+        (
+            {"parallel": {"attention": "all_gather"}},
+            1,
+            "attention=all_gather has no effect without mesh.cp: leave it",
+        ),
+        ({"parallel": {"order": "striped"}}, 1, "parallel.order=striped has no effect without mesh.cp: leave it out"),
+        (
+            {"mesh": {"cp": 4}, "parallel": {"ulysses": 4}},
+            4,
+            "parallel.ulysses=4 has no effect without mesh.cp and parallel.attention=ring_ulysses: leave it out",
+        ),
+        ({"parallel": {"sequence": True}}, 1, "parallel.sequence=true has no effect without mesh.tp: leave it out"),
+        (
+            {"mesh": {"dp": 2}, "parallel": {"data": "zero3", "reshard": False}},
+            2,
+            "reshard=false has no effect without parallel.data=fsdp, or mesh.pp and parallel.data=zero3: leave",
+        ),
+        (
+            {"parallel": {"prefetch": 2}},
+            1,
+            "prefetch=2 has no effect without parallel.data=fsdp, and mesh.pp=1",
+        ),
+        (
+            {"parallel": {"data": "naive", "cap": 9}},
+            1,
+            "parallel.cap=9 has no effect without buckets, which",
+        ),
+        (
+            {"checkpoint": {"keep_last": 2}},
+            1,
+            "keep_last=2 has no effect without train.save_every: leave",
+        ),
+        (
+            {"checkpoint": {"keep_every": 2}, "train": {"save_every": 1}},
+            1,
+            "checkpoint.keep_every=2 has no effect without checkpoint.keep_last, as all checkpoints stay: leave it out",
+        ),
         (
             {"mesh": {"cp": 4}, "parallel": {"attention": "ulysses"}},
             4,
@@ -103,11 +144,12 @@ def test_refused_files(toml, text, words):
             "mesh.tp=12 does not fit model.heads=6 and model.kv_heads=2; use a tp of 1 or 2",
         ),
         ({"parallel": {"ulysses": 0}}, 1, "parallel.ulysses=0 must be positive"),
-        ({"mesh": {"pp": 8}}, 8, "model.layers=4 are too few for 8 stages; use more, or fewer stages"),
+        ({"mesh": {"pp": 8}}, 8, "model.layers=4 are too few for 8 stages; use model.layers=7, or a pp of at most 5"),
         (
             {"mesh": {"pp": 2}, "parallel": {"stage_layers": [1, 1, 2]}},
             2,
-            "parallel.stage_layers=[1, 1, 2] must be 2 numbers, the blocks of each stage, that make model.layers=4",
+            "parallel.stage_layers=[1, 1, 2] must be 2 numbers, the blocks of each stage, that make model.layers=4: "
+            "leave it out, for as even as can be",
         ),
         (
             {"mesh": {"pp": 2}, "parallel": {"stage_layers": [5, -1]}},
@@ -120,16 +162,29 @@ def test_refused_files(toml, text, words):
             "parallel.schedule=zbv: zbv has 2 stages a rank, not virtual=3: use virtual=2",
         ),
         (
-            {"mesh": {"pp": 2}, "parallel": {"schedule": "gpipe", "virtual": 100_000}},
+            {"mesh": {"pp": 2}, "parallel": {"schedule": "gpipe", "virtual": 1000}},
             2,
-            "model.layers=4 are too few for 200000 stages",
+            "model.layers=4 are too few for 2000 stages; use model.layers=1999, or parallel.virtual=2",
+        ),
+        ({"mesh": {"pp": 2}, "parallel": {"virtual": 2000}}, 2, "parallel.virtual=2000 must be less than 1024"),
+        ({"model": {"layers": 10**9}}, 1, "model.layers=1000000000 must be less than 65536"),
+        (
+            {"mesh": {"pp": 2}, "train": {"microbatches": 10**9}},
+            2,
+            "2 stages of train.microbatches=1000000000 make more than 32768 actions; use train.microbatches=16384",
         ),
         (
             {"mesh": {"pp": 2}, "parallel": {"reduce_each": True}},
             2,
-            "parallel.reduce_each=true is of fsdp and zero3, not of parallel.data=auto: leave it out",
+            "parallel.reduce_each=true has no effect without mesh.pp, and parallel.data=fsdp or zero3: leave it out",
         ),
-        ({"parallel": {"virtual": 2}}, 1, "parallel.virtual is of a pipeline: leave it out, or use mesh.pp"),
+        ({"parallel": {"virtual": 2}}, 1, "parallel.virtual=2 has no effect without mesh.pp: leave it out"),
+        ({"parallel": {"schedule": "zbv"}}, 1, "parallel.schedule=zbv has no effect without mesh.pp: leave it out"),
+        (
+            {"parallel": {"stage_layers": [4]}},
+            1,
+            "stage_layers=[4] has no effect without mesh.pp: leave it out",
+        ),
         ({"parallel": {"virtual": -1}}, 1, "parallel.virtual=-1 must not be negative"),
         (
             {"mesh": {"dp": 2, "ep": 2}},
@@ -139,7 +194,7 @@ def test_refused_files(toml, text, words):
         (
             {"mesh": {"dp": 2, "ep": 4}},
             2,
-            "mesh.ep=4 is folded out of the 2 ranks of dp · fsdp · cp, and must divide them",
+            "mesh.ep=4 is folded out of the 2 ranks of dp · fsdp · cp, and must divide them; use an ep of 1 or 2",
         ),
         (
             {"mesh": {"dp": 4, "ep": 4}, "model": {"experts": 6}},
@@ -153,7 +208,7 @@ def test_refused_files(toml, text, words):
                 "mesh.ep=2 · mesh.tp=2, which sequence parallelism folds into it, does not divide model.experts=6",
             ),
         ),
-        ({"model": {"experts": 2, "choices": 3}}, 1, "model.choices=3 of model.experts=2: choose at most all"),
+        ({"model": {"experts": 2, "choices": 3}}, 1, "choose at most all, use model.choices=2"),
         (
             {"model": {"experts": 2, "pattern": "dx"}},
             1,
@@ -161,7 +216,11 @@ def test_refused_files(toml, text, words):
         ),
         ({"model": {"experts": 2, "pattern": "d"}}, 1, "model.pattern='d' leaves all 4 layers dense"),
         ({"mesh": {"tp": 2}, "model": {"experts": 2, "expert_hidden": 9}}, 2, "does not divide model.expert_hidden=9"),
-        ({"mesh": {"fsdp": 2}, "parallel": {"data": "zero3"}}, 2, "parallel.data=zero3 works over mesh.dp: use"),
+        (
+            {"mesh": {"fsdp": 2}, "parallel": {"data": "zero3"}},
+            2,
+            "mesh.dp: use parallel.data=fsdp, or mesh.dp=2",
+        ),
         ({"parallel": {"recompute": ("blok",)}}, 1, "parallel.recompute has 'blok': use some of block, attend_norm"),
         ({"parallel": {"recompute": ("block", "ffn")}}, 1, "has a block and parts of it: use block alone"),
         ({"parallel": {"recompute": ("ffn", "ffn")}}, 1, "parallel.recompute=['ffn', 'ffn'] has a name twice"),
@@ -171,9 +230,9 @@ def test_refused_files(toml, text, words):
         (
             {"model": {"heads": 6, "kv_heads": 4}},
             1,
-            "model.kv_heads=4 does not divide model.heads=6; use one of [1, 2, 3, 6]",
+            "model.kv_heads=4 does not divide model.heads=6; use model.kv_heads=1, 2, 3 or 6",
         ),
-        ({"model": {"width": 100}}, 1, "model.width=100 is not an even multiple of model.heads=6"),
+        ({"model": {"width": 100}}, 1, "of model.heads=6: RoPE turns pairs; use model.width=96 or 108"),
         ({"model": {"dropout": 1.0}}, 1, "model.dropout=1.0 must be at least 0 and less than 1"),
         ({"train": {"betas": (0.9, 1.5)}}, 1, "train.betas=(0.9, 1.5) must be"),
         ({"train": {"lr": float("nan")}}, 1, "train.lr=nan is not a finite number"),
