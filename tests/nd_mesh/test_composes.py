@@ -42,7 +42,6 @@ WAYS: dict[str, list[dict[str, Any]]] = {
 # Where the table says "if": what cannot run, and the note's reason.
 SIX_HEADS = {"heads": 6, "kv_heads": 2}
 UNFIT = {
-    ("sequences", "tp"): ({"sequence": True}, "no effect without mesh.tp"),
     ("cp by ulysses, ring_ulysses", "tp"): (
         {"cp": 2, "tp": 2, "attention": "ulysses", **SIX_HEADS},
         "cannot share the 3 heads and 1 KV heads of a rank",

@@ -74,49 +74,6 @@ def test_refused_files(toml, text, words):
             "mesh.tp=2 is more than model.vocab=1; use a tp of 1",
         ),
         (
-            {"mesh": {"cp": 2}, "parallel": {"save_gathered": True}},
-            2,
-            "parallel.save_gathered=true has no effect without mesh.tp and parallel.sequence=true, or mesh.cp and "
-            "parallel.attention=all_gather: leave it out",
-        ),
-        (
-            {"parallel": {"attention": "all_gather"}},
-            1,
-            "attention=all_gather has no effect without mesh.cp: leave it",
-        ),
-        ({"parallel": {"order": "striped"}}, 1, "parallel.order=striped has no effect without mesh.cp: leave it out"),
-        (
-            {"mesh": {"cp": 4}, "parallel": {"ulysses": 4}},
-            4,
-            "parallel.ulysses=4 has no effect without mesh.cp and parallel.attention=ring_ulysses: leave it out",
-        ),
-        ({"parallel": {"sequence": True}}, 1, "parallel.sequence=true has no effect without mesh.tp: leave it out"),
-        (
-            {"mesh": {"dp": 2}, "parallel": {"data": "zero3", "reshard": False}},
-            2,
-            "reshard=false has no effect without parallel.data=fsdp, or mesh.pp and parallel.data=zero3: leave",
-        ),
-        (
-            {"parallel": {"prefetch": 2}},
-            1,
-            "prefetch=2 has no effect without parallel.data=fsdp, and mesh.pp=1",
-        ),
-        (
-            {"parallel": {"data": "naive", "cap": 9}},
-            1,
-            "parallel.cap=9 has no effect without buckets, which",
-        ),
-        (
-            {"checkpoint": {"keep_last": 2}},
-            1,
-            "keep_last=2 has no effect without train.save_every: leave",
-        ),
-        (
-            {"checkpoint": {"keep_every": 2}, "train": {"save_every": 1}},
-            1,
-            "checkpoint.keep_every=2 has no effect without checkpoint.keep_last, as all checkpoints stay: leave it out",
-        ),
-        (
             {"mesh": {"cp": 4}, "parallel": {"attention": "ulysses"}},
             4,
             "4 ranks of cp cannot share the 6 heads and 2 KV heads of a rank; use parallel.attention=ring, "
@@ -172,18 +129,6 @@ def test_refused_files(toml, text, words):
             {"mesh": {"pp": 2}, "train": {"microbatches": 10**9}},
             2,
             "2 stages of train.microbatches=1000000000 make more than 32768 actions; use train.microbatches=16384",
-        ),
-        (
-            {"mesh": {"pp": 2}, "parallel": {"reduce_each": True}},
-            2,
-            "parallel.reduce_each=true has no effect without mesh.pp, and parallel.data=fsdp or zero3: leave it out",
-        ),
-        ({"parallel": {"virtual": 2}}, 1, "parallel.virtual=2 has no effect without mesh.pp: leave it out"),
-        ({"parallel": {"schedule": "zbv"}}, 1, "parallel.schedule=zbv has no effect without mesh.pp: leave it out"),
-        (
-            {"parallel": {"stage_layers": [4]}},
-            1,
-            "stage_layers=[4] has no effect without mesh.pp: leave it out",
         ),
         ({"parallel": {"virtual": -1}}, 1, "parallel.virtual=-1 must not be negative"),
         (
@@ -251,6 +196,36 @@ def test_refused_combinations(settings, world, words):
     with pytest.raises(ConfigError) as error:
         mistakes.check(config.validated(settings), world)
     assert words in str(error.value) and "\n" not in str(error.value)
+
+
+def test_what_waits_for_another_mesh_is_told():
+    """The same file runs where an axis is not cut, and says what waits for it."""
+    parallel = {"schedule": "zbv", "virtual": 2, "stage_layers": [4], "order": "striped", "ulysses": 4}
+    parallel |= {"sequence": True, "save_gathered": True, "reduce_each": True, "reshard": False, "prefetch": 2}
+    saving = {"keep_last": 2}
+    alone = config.validated({"parallel": {**parallel, "data": "naive", "cap": 9}, "checkpoint": saving})
+    mistakes.check(alone, 1)
+    assert mistakes.without_effect(alone) == [
+        "parallel.schedule=zbv wants mesh.pp",
+        "parallel.virtual=2 wants mesh.pp",
+        "parallel.stage_layers=[4] wants mesh.pp",
+        "parallel.reduce_each=true wants mesh.pp, and parallel.data=fsdp or zero3",
+        "parallel.order=striped wants mesh.cp",
+        "parallel.ulysses=4 wants mesh.cp and parallel.attention=ring_ulysses",
+        "parallel.sequence=true wants mesh.tp",
+        "parallel.save_gathered=true wants mesh.tp and parallel.sequence=true, or mesh.cp and "
+        "parallel.attention=all_gather",
+        "parallel.reshard=false wants parallel.data=fsdp, or mesh.pp and parallel.data=zero3",
+        "parallel.prefetch=2 wants parallel.data=fsdp and mesh.pp=1",
+        "parallel.cap=9 wants buckets, not parallel.data=naive or fsdp",
+        "checkpoint.keep_last=2 wants train.save_every",
+    ]
+    cut = {"pp": 2, "fsdp": 2, "cp": 4, "tp": 2}
+    parallel |= {"attention": "ring_ulysses", "stage_layers": [1, 1, 1, 1], "prefetch": 1, "ulysses": 1}
+    everything = {"mesh": cut, "parallel": parallel, "checkpoint": saving, "train": {"save_every": 1}}
+    mistakes.check(config.validated(everything), 32)
+    assert mistakes.without_effect(config.validated(everything)) == []
+    assert mistakes.without_effect(Config()) == []
 
 
 def test_defaults_run():
