@@ -193,10 +193,15 @@ def load(path: str | Path, overrides: Mapping[str, str]) -> Config:
         raise ConfigError(f"cannot read the configuration {path}: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not TOML: {error}") from error
+    return overridden(tables, overrides, path)
+
+
+def overridden(tables: dict[str, Any], overrides: Mapping[str, str], where: str | Path) -> Config:
+    """A Config from these tables, of the file `where`, with dotted names overridden; raises ConfigError, in one line."""
     for name, text in overrides.items():
         table, key = name.split(".")
         if not isinstance(tables.setdefault(table, {}), dict):
-            raise ConfigError(f"{path}: {table} must be a table, [{table}]")
+            raise ConfigError(f"{where}: {table} must be a table, [{table}]")
         tables[table][key] = text if names()[name] is str else _toml_value(text)
     return validated(tables)
 

@@ -14,7 +14,7 @@ from collectives.journal import Journal
 from collectives.ledger import Ledger
 from collectives.runtime import Runtime, place
 from collectives.watch import Watcher, watching
-from nd_mesh import data, folder, metrics, placement, traffic
+from nd_mesh import data, folder, metrics, mistakes, placement, traffic
 from nd_mesh.config import Config, layers_of_stages
 from nd_mesh.mesh import AXES, EXPERT_AXES
 from nd_mesh.precision import Precision, supported
@@ -137,6 +137,8 @@ def describe(trainer: Trainer) -> list[str]:
         )
     if (padded := trainer.rows.slots(config.data.context).numel()) > config.data.context:
         lines.append(f"rows of {config.data.context} tokens are padded to {padded}")
+    if waiting := mistakes.without_effect(config):
+        lines.append(f"without effect on this mesh: {', '.join(waiting)}")
     parts = trainer.mesh.size("batch")
     if config.train.batch % (parts * config.train.microbatches):
         shares = [len(data.deal(range(config.train.batch), parts, part)) for part in range(parts)]

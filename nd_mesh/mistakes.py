@@ -1,10 +1,8 @@
 """What a configuration asks for and cannot run: each mistake in one line that names the values, the reason and the
 nearest that works.
 
-Every rank looks for itself, before any group is made, so all of them say the same and none waits for another. What runs
-and has no effect is refused too where somebody would count on it: a way of cutting, sending or saving whose absence no
-loss shows. A setting that belongs to a switch of the model or the optimizer waits for it: those of mixtures for
-model.experts, betas for AdamW.
+Every rank looks for itself, before any group is made, so all of them say the same and none waits for another. A
+configuration runs on any mesh, so a setting of an axis that is not cut is no mistake: it waits for it, and a run says so.
 """
 
 import math
@@ -43,8 +41,10 @@ _NOT_NEGATIVE = (
     *("train.evaluate_every", "train.save_every", "train.sample", "parallel.prefetch", "parallel.virtual"),
     *("checkpoint.keep_last", "checkpoint.keep_every", "checkpoint.writers", "checkpoint.bandwidth"),
 )
-_TOO_LARGE = {name: 2**31 for name in names()} | {"model.layers": 2**16, "model.heads": 2**16}  # we count these out
-_ACTIONS = 2**20  # of a pipeline's plan, which every rank makes whole
+_TOO_LARGE = {name: 2**31 for name in names()} | {  # what is counted through here has closer bounds
+    **{"model.layers": 2**16, "model.heads": 2**16, "parallel.virtual": 2**10}
+}
+_ACTIONS = 2**15  # of a pipeline's plan, which every rank makes whole
 
 
 def check(config: Config, world: int) -> None:
@@ -64,7 +64,6 @@ def _mistakes(config: Config, world: int) -> Iterator[str]:
     yield from _context_mistakes(config)
     yield from _pipeline_mistakes(config)
     yield from _precision_mistakes(config.train)
-    yield from _without_effect(config)
 
 
 def _out_of_range(config: Config) -> Iterator[str]:
@@ -206,6 +205,8 @@ def _pipeline_mistakes(config: Config) -> Iterator[str]:
     parallel, pp, layers = config.parallel, config.mesh.pp, config.model.layers
     if pp == 1:
         return
+    if parallel.reduce_each and parallel.data not in ("fsdp", "zero3") and config.mesh.fsdp == 1:
+        yield f"parallel.reduce_each=true is of fsdp and zero3, not of parallel.data={parallel.data}: leave it out"
     each, named = parallel.virtual or (2 if parallel.schedule in IN_TWO else 1), list(parallel.stage_layers)
     stages, microbatches = pp * each, config.train.microbatches
     if not named and stages > layers + 2:
@@ -246,18 +247,19 @@ def _too_few(layers: int, pp: int, each: int, parallel: ParallelConfig) -> str:
     return f"model.layers={layers} are too few for {pp * each} stages; {remedy}"
 
 
-def _without_effect(config: Config) -> Iterator[str]:
-    """What is not as by default and changes nothing: whoever set it counts on something else."""
-    usual = Config()
+def without_effect(config: Config) -> list[str]:
+    """What is not as by default and changes nothing on this mesh, each with what it waits for: no loss would show it."""
+    usual, waiting = Config(), []
     for name, (effective, needed) in _effects(config).items():
         table, key = name.split(".")
         value, default = (getattr(getattr(side, table), key) for side in (config, usual))
         if value != default and not effective:
-            yield f"{name}={_told(value)} has no effect without {needed}: leave it out"
+            waiting.append(f"{name}={_told(value)} wants {needed}")
+    return waiting
 
 
 def _effects(config: Config) -> dict[str, tuple[bool, str]]:
-    """Of settings by name, whether they have an effect here, and with what they have."""
+    """Of settings by name, whether they have an effect here, and what they want for it."""
     parallel, mesh, saves = config.parallel, config.mesh, config.train.save_every > 0
     pipeline, context = mesh.pp > 1, mesh.cp > 1
     sharded = mesh.fsdp > 1 or parallel.data == "fsdp"
@@ -283,13 +285,13 @@ def _effects(config: Config) -> dict[str, tuple[bool, str]]:
             sharded or (pipeline and gathered),
             "parallel.data=fsdp, or mesh.pp and parallel.data=zero3",
         ),
-        "parallel.prefetch": (sharded and not pipeline, "parallel.data=fsdp, and mesh.pp=1"),
+        "parallel.prefetch": (sharded and not pipeline, "parallel.data=fsdp and mesh.pp=1"),
         "parallel.cap": (
             not sharded and parallel.data != "naive",
-            "buckets, which parallel.data=naive and fsdp do not have",
+            "buckets, not parallel.data=naive or fsdp",
         ),
         **dict.fromkeys(of_saving, (saves, "train.save_every")),
-        "checkpoint.keep_every": (config.checkpoint.keep_last > 0, "checkpoint.keep_last, as all checkpoints stay"),
+        "checkpoint.keep_every": (config.checkpoint.keep_last > 0, "checkpoint.keep_last"),
     }
 
 

@@ -20,7 +20,7 @@ from checkpoint.folder import candidates, complete, is_checkpoint
 from collectives.agreement import together
 from collectives.runtime import Runtime
 from nd_mesh import data, mistakes
-from nd_mesh.config import Config, ConfigError, _toml_value, names, validated
+from nd_mesh.config import Config, ConfigError, names, overridden
 from nd_mesh.mesh import Grid
 from nd_mesh.sample import TEMPERATURE, generate
 from nd_mesh.train import Trainer
@@ -62,11 +62,7 @@ def configured(path: Path, overrides: Mapping[str, str], world: int) -> tuple[Pa
     about = complete(path)[0].about
     if "config" not in about:
         raise ConfigError(f"the checkpoint {path} is not of a run: it does not tell its config")
-    tables = {**about["config"], "mesh": {}, "parallel": {}}
-    for name, text in overrides.items():
-        table, key = name.split(".")
-        tables[table] = tables[table] | {key: text if names()[name] is str else _toml_value(text)}
-    config = validated(tables)
+    config = overridden({**about["config"], "mesh": {}, "parallel": {}}, overrides, path)
     if "mesh.dp" not in overrides:  # the ranks that nobody asks for another use of
         others = max(1, Grid(replace(config.mesh, dp=1)).size())
         config = replace(config, mesh=replace(config.mesh, dp=max(1, world // others)))

@@ -59,8 +59,13 @@ def test_refused_files(toml, text, words):
     [
         ({"train": {"prompt": ""}}, 1, "train.prompt='' must be text"),
         ({"train": {"prompt": "é"}, "model": {"vocab": 128}}, 1, "train.prompt='é' must be text"),
-        ({"mesh": {"dp": 3}}, 2, "makes 3 ranks, but 2 are started"),
-        ({"mesh": {"dp": 2, "tp": 4}}, 4, "makes 8 ranks, but 4 are started"),
+        ({"mesh": {"dp": 3}}, 2, "makes 3 ranks, but 2 are started: start 3 (--nproc-per-node), or use mesh.dp=2"),
+        (
+            {"mesh": {"dp": 2, "tp": 4}},
+            4,
+            "but 4 are started: start 8 (--nproc-per-node), or use mesh.dp=1",
+        ),
+        ({"mesh": {"dp": 2, "tp": 4}}, 2, "but 2 are started: start 8 (--nproc-per-node), or use mesh.tp=1"),
         ({"mesh": {"tp": 3}}, 3, "mesh.tp=3 does not fit model.heads=6 and model.kv_heads=2; use a tp of 1 or 2"),
         ({"mesh": {"tp": 6}}, 6, "mesh.tp=6 does not divide model.hidden=512; use a tp of 1 or 2"),
         (
@@ -68,13 +73,6 @@ def test_refused_files(toml, text, words):
             2,
             "mesh.tp=2 is more than model.vocab=1; use a tp of 1",
         ),
-        (
-            {"mesh": {"cp": 2}, "parallel": {"save_gathered": True}},
-            2,
-            "parallel.save_gathered=true is a way of parallel.sequence=true, and over mesh.cp of "
-            "parallel.attention=all_gather: here nothing is gathered",
-        ),
-        ({"parallel": {"attention": "all_gather", "save_gathered": True}}, 1, "=all_gather: here nothing is gathered"),
         (
             {"mesh": {"cp": 4}, "parallel": {"attention": "ulysses"}},
             4,
@@ -103,11 +101,12 @@ def test_refused_files(toml, text, words):
             "mesh.tp=12 does not fit model.heads=6 and model.kv_heads=2; use a tp of 1 or 2",
         ),
         ({"parallel": {"ulysses": 0}}, 1, "parallel.ulysses=0 must be positive"),
-        ({"mesh": {"pp": 8}}, 8, "model.layers=4 are too few for 8 stages; use more, or fewer stages"),
+        ({"mesh": {"pp": 8}}, 8, "model.layers=4 are too few for 8 stages; use model.layers=7, or a pp of at most 5"),
         (
             {"mesh": {"pp": 2}, "parallel": {"stage_layers": [1, 1, 2]}},
             2,
-            "parallel.stage_layers=[1, 1, 2] must be 2 numbers, the blocks of each stage, that make model.layers=4",
+            "parallel.stage_layers=[1, 1, 2] must be 2 numbers, the blocks of each stage, that make model.layers=4: "
+            "leave it out, for as even as can be",
         ),
         (
             {"mesh": {"pp": 2}, "parallel": {"stage_layers": [5, -1]}},
@@ -120,16 +119,17 @@ def test_refused_files(toml, text, words):
             "parallel.schedule=zbv: zbv has 2 stages a rank, not virtual=3: use virtual=2",
         ),
         (
-            {"mesh": {"pp": 2}, "parallel": {"schedule": "gpipe", "virtual": 100_000}},
+            {"mesh": {"pp": 2}, "parallel": {"schedule": "gpipe", "virtual": 1000}},
             2,
-            "model.layers=4 are too few for 200000 stages",
+            "model.layers=4 are too few for 2000 stages; use model.layers=1999, or parallel.virtual=2",
         ),
+        ({"mesh": {"pp": 2}, "parallel": {"virtual": 2000}}, 2, "parallel.virtual=2000 must be less than 1024"),
+        ({"model": {"layers": 10**9}}, 1, "model.layers=1000000000 must be less than 65536"),
         (
-            {"mesh": {"pp": 2}, "parallel": {"reduce_each": True}},
+            {"mesh": {"pp": 2}, "train": {"microbatches": 10**9}},
             2,
-            "parallel.reduce_each=true is of fsdp and zero3, not of parallel.data=auto: leave it out",
+            "2 stages of train.microbatches=1000000000 make more than 32768 actions; use train.microbatches=16384",
         ),
-        ({"parallel": {"virtual": 2}}, 1, "parallel.virtual is of a pipeline: leave it out, or use mesh.pp"),
         ({"parallel": {"virtual": -1}}, 1, "parallel.virtual=-1 must not be negative"),
         (
             {"mesh": {"dp": 2, "ep": 2}},
@@ -139,7 +139,7 @@ def test_refused_files(toml, text, words):
         (
             {"mesh": {"dp": 2, "ep": 4}},
             2,
-            "mesh.ep=4 is folded out of the 2 ranks of dp · fsdp · cp, and must divide them",
+            "mesh.ep=4 is folded out of the 2 ranks of dp · fsdp · cp, and must divide them; use an ep of 1 or 2",
         ),
         (
             {"mesh": {"dp": 4, "ep": 4}, "model": {"experts": 6}},
@@ -153,7 +153,7 @@ def test_refused_files(toml, text, words):
                 "mesh.ep=2 · mesh.tp=2, which sequence parallelism folds into it, does not divide model.experts=6",
             ),
         ),
-        ({"model": {"experts": 2, "choices": 3}}, 1, "model.choices=3 of model.experts=2: choose at most all"),
+        ({"model": {"experts": 2, "choices": 3}}, 1, "choose at most all, use model.choices=2"),
         (
             {"model": {"experts": 2, "pattern": "dx"}},
             1,
@@ -161,7 +161,11 @@ def test_refused_files(toml, text, words):
         ),
         ({"model": {"experts": 2, "pattern": "d"}}, 1, "model.pattern='d' leaves all 4 layers dense"),
         ({"mesh": {"tp": 2}, "model": {"experts": 2, "expert_hidden": 9}}, 2, "does not divide model.expert_hidden=9"),
-        ({"mesh": {"fsdp": 2}, "parallel": {"data": "zero3"}}, 2, "parallel.data=zero3 works over mesh.dp: use"),
+        (
+            {"mesh": {"fsdp": 2}, "parallel": {"data": "zero3"}},
+            2,
+            "mesh.dp: use parallel.data=fsdp, or mesh.dp=2",
+        ),
         ({"parallel": {"recompute": ("blok",)}}, 1, "parallel.recompute has 'blok': use some of block, attend_norm"),
         ({"parallel": {"recompute": ("block", "ffn")}}, 1, "has a block and parts of it: use block alone"),
         ({"parallel": {"recompute": ("ffn", "ffn")}}, 1, "parallel.recompute=['ffn', 'ffn'] has a name twice"),
@@ -171,9 +175,9 @@ def test_refused_files(toml, text, words):
         (
             {"model": {"heads": 6, "kv_heads": 4}},
             1,
-            "model.kv_heads=4 does not divide model.heads=6; use one of [1, 2, 3, 6]",
+            "model.kv_heads=4 does not divide model.heads=6; use model.kv_heads=1, 2, 3 or 6",
         ),
-        ({"model": {"width": 100}}, 1, "model.width=100 is not an even multiple of model.heads=6"),
+        ({"model": {"width": 100}}, 1, "of model.heads=6: RoPE turns pairs; use model.width=96 or 108"),
         ({"model": {"dropout": 1.0}}, 1, "model.dropout=1.0 must be at least 0 and less than 1"),
         ({"train": {"betas": (0.9, 1.5)}}, 1, "train.betas=(0.9, 1.5) must be"),
         ({"train": {"lr": float("nan")}}, 1, "train.lr=nan is not a finite number"),
@@ -192,6 +196,36 @@ def test_refused_combinations(settings, world, words):
     with pytest.raises(ConfigError) as error:
         mistakes.check(config.validated(settings), world)
     assert words in str(error.value) and "\n" not in str(error.value)
+
+
+def test_what_waits_for_another_mesh_is_told():
+    """The same file runs where an axis is not cut, and says what waits for it."""
+    parallel = {"schedule": "zbv", "virtual": 2, "stage_layers": [4], "order": "striped", "ulysses": 4}
+    parallel |= {"sequence": True, "save_gathered": True, "reduce_each": True, "reshard": False, "prefetch": 2}
+    saving = {"keep_last": 2}
+    alone = config.validated({"parallel": {**parallel, "data": "naive", "cap": 9}, "checkpoint": saving})
+    mistakes.check(alone, 1)
+    assert mistakes.without_effect(alone) == [
+        "parallel.schedule=zbv wants mesh.pp",
+        "parallel.virtual=2 wants mesh.pp",
+        "parallel.stage_layers=[4] wants mesh.pp",
+        "parallel.reduce_each=true wants mesh.pp, and parallel.data=fsdp or zero3",
+        "parallel.order=striped wants mesh.cp",
+        "parallel.ulysses=4 wants mesh.cp and parallel.attention=ring_ulysses",
+        "parallel.sequence=true wants mesh.tp",
+        "parallel.save_gathered=true wants mesh.tp and parallel.sequence=true, or mesh.cp and "
+        "parallel.attention=all_gather",
+        "parallel.reshard=false wants parallel.data=fsdp, or mesh.pp and parallel.data=zero3",
+        "parallel.prefetch=2 wants parallel.data=fsdp and mesh.pp=1",
+        "parallel.cap=9 wants buckets, not parallel.data=naive or fsdp",
+        "checkpoint.keep_last=2 wants train.save_every",
+    ]
+    cut = {"pp": 2, "fsdp": 2, "cp": 4, "tp": 2}
+    parallel |= {"attention": "ring_ulysses", "stage_layers": [1, 1, 1, 1], "prefetch": 1, "ulysses": 1}
+    everything = {"mesh": cut, "parallel": parallel, "checkpoint": saving, "train": {"save_every": 1}}
+    mistakes.check(config.validated(everything), 32)
+    assert mistakes.without_effect(config.validated(everything)) == []
+    assert mistakes.without_effect(Config()) == []
 
 
 def test_defaults_run():

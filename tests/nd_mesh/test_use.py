@@ -209,7 +209,6 @@ def test_weights_alone_are_read_and_nothing_is_written(pool, run_of_ids, tmp_pat
         (["--prompt", "1", "--temperature", "nan"], "--temperature=nan must be positive"),
         (["--prompt", "1", "--mesh.tp", "2"], "makes 2 ranks, but 1 are started"),
         (["--prompt", "1", "--mesh.tp", "0"], "mesh.tp=0 must be positive"),
-        (["--prompt", "1", "--parallel.virtual", "2"], "parallel.virtual"),
         (["--prompt", "1", "--model.width", "8"], "model.width is what it was in the run"),
         (["--prompt", "1", "--mesh.pt", "8"], "unknown setting mesh.pt: did you mean mesh.tp?"),
     ],
