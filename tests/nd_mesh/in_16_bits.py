@@ -2,11 +2,13 @@
 
 import contextlib
 import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
 import numpy as np
+import pytest
 import torch
 import torch.nn.functional as F
 
@@ -40,6 +42,19 @@ def one_step(trainer: Trainer, step: int) -> parity.Step:
     grads = [(param.held.name, param.held.boxes, parity.copied(param.grad)) for param in params]
     norm, lr = trainer.update(step, count)
     return parity.Step(loss, count, norm, grads, masters(trainer), lr, **parity.of_mixtures(trainer))
+
+
+def every_second(cases: Sequence[dict[str, Any]], others: Iterable[str]) -> list[Any]:
+    """Each case with each of the others, for pytest; every second pair is left to `make drill`."""
+    return [
+        pytest.param(case, other, id=f"{_name(case)}-{other}", marks=[pytest.mark.drill] * ((i + j) % 2))
+        for i, case in enumerate(cases)
+        for j, other in enumerate(others)
+    ]
+
+
+def _name(case: dict[str, Any]) -> str:
+    return ",".join(f"{key}={value}" for key, value in case.items() if key not in ("expert_hidden", "shared_hidden"))
 
 
 @dataclass(frozen=True)

@@ -27,13 +27,17 @@ def built(run: Runtime, version: str) -> tuple[nn.Module, masters.Masters]:
 
 
 def gradients(run: Runtime, version: str) -> list:
-    """Of a weight with which rank r sees 256 once and 1 twice, and of one that rank 1 does not use."""
+    """Of a weight with which each rank sees 256 once and 1 twice, rank 0 one more when sums are under way; and of one
+    that rank 1 does not use.
+    """
     model, handle = built(run, version)
     first, second = model
     for x, sync in ((256.0, False), (1.0, False), (1.0, True)):
         y = first(torch.tensor([[x]], dtype=torch.bfloat16))
         with torch.enable_grad() if sync else handle.no_sync():
             (second(y.detach()) + y if run.rank == 0 else y).sum().backward()
+    if run.rank == 0:
+        first(torch.ones(1, 1, dtype=torch.bfloat16)).sum().backward()
     handle.finish()
     grads = [(master.grad.dtype, master.grad.item()) for master in handle.parameters()]
     return [*grads, [param.grad for param in model.parameters()]]
@@ -43,7 +47,7 @@ def gradients(run: Runtime, version: str) -> list:
 def test_gradients_are_added_in_float32(pool, version):
     """In bfloat16 256 + 1 + 1 is 256, and 258 + 258 is no number at all."""
     for first, second, of_weights in pool.run(2, gradients, version):
-        assert first == (torch.float32, 516.0)
+        assert first == (torch.float32, 517.0)
         assert second == (torch.float32, 258.0)
         assert of_weights == [None, None]
 

@@ -11,7 +11,7 @@ The loss is a mean over tokens: within u. An error in u that is the same in both
 import pytest
 
 from tests import parity
-from tests.nd_mesh.in_16_bits import Errors, U, against_float64
+from tests.nd_mesh.in_16_bits import Errors, U, against_float64, every_second
 
 BOUND = 15  # u
 MIXTURE = {"experts": 4, "choices": 4, "z_loss": 0.1, "expert_hidden": 12, "shared_hidden": 6}  # all of them
@@ -54,8 +54,7 @@ def test_one_device_is_within_the_bound(errors, dtype, mixture):
     assert one.gradient > 1, "an error below one rounding: nothing is in 16 bits"
 
 
-@pytest.mark.parametrize("mesh", MESHES, ids=lambda mesh: ",".join(f"{k}={v}" for k, v in mesh.items()))
-@pytest.mark.parametrize("dtype", U)
+@pytest.mark.parametrize(("mesh", "dtype"), every_second(MESHES, U))
 def test_a_mesh_is_no_worse(errors, dtype, mesh):
     """Within the bound, and within twice what one device has in the same dtype."""
     one, many = errors(dtype, 1, **(MIXTURE if "experts" in mesh else {})), errors(dtype, 2, **mesh)
