@@ -20,6 +20,7 @@ from tests.nd_mesh.test_watched import what_a_run_says
 THREE = {"microbatches": 3}
 ALL_CHOSEN = {"experts": 4, "choices": 4, "expert_hidden": 12}  # so each expert has every token, and routing is even
 BIASED = ALL_CHOSEN | {"bias_rate": 0.1}
+ODD = {"width": 20, "heads": 2, "kv_heads": 1, "hidden": 10}  # sizes that fill no cache line
 AGAIN = ("k", "o", "ffn")
 RUNS = {
     # data: uneven rows, a vocabulary of 37 that divides by nothing
@@ -27,11 +28,11 @@ RUNS = {
     "naive": {"dp": 2, "data": "naive", "tied": True},
     "bucketed, biases": {"dp": 2, "data": "bucketed", **BIASED},
     "zero1, norms of tp": {"dp": 2, "tp": 2, "sequence": True, "data": "zero1", "cap": 1000},
-    "zero2": {"dp": 3, "data": "zero2", "cap": 1000, **THREE},
+    "zero2": {"dp": 3, "data": "zero2", **ODD, **THREE},
     "zero3, tied": {"dp": 3, "data": "zero3", "tied": True, **THREE},
     "fsdp, replicas": {"fsdp": 2, "dp": 2, "data": "fsdp", **THREE},
     "fsdp, kept": {"fsdp": 3, "data": "fsdp", "reshard": False, **THREE},
-    "replicas alone": {"dp": 2, "data": "fsdp"},
+    "replicas alone": {"dp": 2, "data": "fsdp", **ODD},
     # tp, cp
     "tp, shared keys": {"tp": 4, "recompute": AGAIN, **THREE},
     "sequences, shared keys": {"tp": 4, "sequence": True, "recompute": AGAIN},
@@ -46,15 +47,17 @@ RUNS = {
     "four stages": {"pipeline": "4 zb_h1", **THREE},
     "layer_wise": {"pipeline": "3 layer_wise", "tied": True, "data": "zero2", **THREE},
     "gpipe, cp": {"pipeline": "2 gpipe 2", "context": "2 ring zigzag", "data": "naive", **THREE},
-    "zbv, fsdp": {"pipeline": "2 zbv", "fsdp": 2, "tied": True, "data": "fsdp", **THREE},
+    "zbv, fsdp": {"pipeline": "2 zbv", "fsdp": 2, "tied": True, "data": "fsdp", "reduce_each": True, **THREE},
     "zbv, zero3, kept": {"pipeline": "2 zbv", "dp": 2, "tied": True, "data": "zero3", "reshard": False, **THREE},
     "interleaved, zero3": {"pipeline": "2 interleaved 3", "dp": 2, "data": "zero3", "reduce_each": True, **THREE},
-    "dualpipe_v, fsdp": {"pipeline": "2 dualpipe_v", "fsdp": 2, "data": "fsdp", "reduce_each": True, **THREE},
+    "dualpipe_v, replicas": {"pipeline": "2 dualpipe_v", "dp": 2, "data": "fsdp", "reduce_each": True, **THREE},
     # ep
     "ep, tp": {"dp": 2, "ep": 2, "tp": 2, "recompute": ("ffn",), **ALL_CHOSEN, **THREE},
     "ep, sequences": {"dp": 2, "ep": 2, "tp": 2, "sequence": True, "shared_hidden": 12, **ALL_CHOSEN},
+    "sequences over experts": {"dp": 2, "tp": 2, "sequence": True, "data": "naive", **ALL_CHOSEN},
     "ep over cp": {"context": "2 ulysses zigzag", "ep": 2, "data": "zero2", "recompute": ("block",), **ALL_CHOSEN},
     "ep, fsdp, biases": {"dp": 2, "fsdp": 2, "ep": 2, "data": "fsdp", "pattern": "dm", **BIASED},
+    "ep, fewer than shards": {"fsdp": 4, "ep": 2, "experts": 2, "choices": 2, "expert_hidden": 12},
     "ep, pp": {"pipeline": "2 zbv", "dp": 2, "ep": 2, "data": "zero3", **ALL_CHOSEN, **THREE},
 }
 
