@@ -193,7 +193,7 @@ def load(path: str | Path, overrides: Mapping[str, str]) -> Config:
 
 
 def overridden(tables: dict[str, Any], overrides: Mapping[str, str], where: str | Path) -> Config:
-    """A Config from these tables, of the file `where`, with dotted names overridden; raises ConfigError, in one line."""
+    """A Config from these tables, of the file `where`, with dotted names overridden by text; raises ConfigError."""
     for name, text in overrides.items():
         table, key = name.split(".")
         if not isinstance(tables.setdefault(table, {}), dict):

@@ -2,7 +2,7 @@
 nearest that works.
 
 Every rank looks for itself, before any group is made, so all of them say the same and none waits for another. A
-configuration runs on any mesh, so a setting of an axis that is not cut is no mistake: it waits for it, and a run says so.
+configuration runs on any mesh, so a setting of an axis that is not cut is no mistake: a run says that it has no effect.
 """
 
 import math
@@ -238,7 +238,7 @@ def _too_few(layers: int, pp: int, each: int, parallel: ParallelConfig) -> str:
 
 
 def without_effect(config: Config) -> list[str]:
-    """What is not as by default and changes nothing on this mesh, each with what it waits for: no loss would show it."""
+    """What is not as by default and changes nothing on this mesh, each with what it wants: no loss would show it."""
     usual, waiting = Config(), []
     for name, (effective, needed) in _effects(config).items():
         table, key = name.split(".")
