@@ -6,7 +6,7 @@ RANKS ?= 2
 ARGS ?=
 FOLDER ?=
 
-.PHONY: train test demo parity bench lint ideas drill test-gpu clean
+.PHONY: train test demo parity mutants bench lint ideas drill test-gpu clean
 
 $(READY): constraints.txt pyproject.toml
 	rm -rf .venv
@@ -28,6 +28,9 @@ demo: $(READY)  ## every folder's demo, and every README block marked `sh run`
 
 parity: $(READY)  ## every mesh against the independent reference, in float64: a table
 	$(BIN)/python -m tests.grid $(ARGS)
+
+mutants: $(READY)  ## faults of one line each, and which run of the grid catches each: a table
+	$(BIN)/python -m tests.mutants
 
 bench: $(READY)  ## ours beside PyTorch's, in turn on the same ranks: runs/bench.json and a table; FOLDER=ddp for one
 	mkdir -p runs

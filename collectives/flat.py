@@ -52,7 +52,8 @@ class Bucket:
     def __init__(self, params: Sequence[nn.Parameter], *, notes: int = 0, device: torch.device | None = None):
         like = params[0] if params else torch.empty(0, device=device)
         ends = torch.tensor([0, *(p.numel() for p in params), notes]).cumsum(0).tolist()
-        self.buffer = torch.zeros(ends[-1], dtype=like.dtype, device=like.device)
+        dtype = like.grad_dtype or like.dtype  # a gradient may be wider than its parameter
+        self.buffer = torch.zeros(ends[-1], dtype=dtype, device=like.device)
         self.views = {p: _view(self.buffer, start, p) for p, start in zip(params, ends, strict=False)}
         self.notes = self.buffer[ends[-2] :]
         self.missing = set(params)  # those whose gradient is still expected in this step

@@ -103,7 +103,7 @@ class BucketedDDP(Replica):
         """Reduce a gradient that missed its bucket on some rank, and add it: one that came after the bucket had
         started, or that of a parameter which has no bucket, since it was frozen.
         """
-        grad = torch.zeros_like(param) if grad is None else grad
+        grad = torch.zeros_like(param, dtype=param.grad_dtype) if grad is None else grad
         sent = grad if self.wire is None else grad.to(self.wire)
         comm.all_reduce(sent, self.op, group=self.group, ordered=True)
         param.grad = self.bucket_of[param].views[param].add_(sent) if param in self.bucket_of else sent.to(grad.dtype)

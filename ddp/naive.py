@@ -33,7 +33,7 @@ class NaiveDDP(Replica):
             if not used_anywhere:
                 continue
             if param.grad is None:
-                param.grad = torch.zeros_like(param)
+                param.grad = torch.zeros_like(param, dtype=param.grad_dtype)
             # IDEA: the gradient of the whole batch is the sum of the ranks' gradients.
             comm.all_reduce(param.grad, self.op, group=self.group, ordered=True)
         self.equalize_buffers()

@@ -54,8 +54,8 @@ class MoE(nn.Module):
     well. router: further settings of it.
 
     A data strategy gets the experts' parameters (held.family is "expert") with the ranks that have the same ones, all
-    others with all ranks. The losses' gradient is added in backward as it is, whatever backward began with: with a loss
-    that is scaled scale their coefficients.
+    others with all ranks. The losses' gradient is added in backward, whatever backward began with: with a loss that is
+    scaled say so in the sequences.
     """
 
     def __init__(
@@ -144,4 +144,4 @@ class MoE(nn.Module):
             terms.append(("z", losses.z, z_loss(routing.logits, routed) / sequences.tokens.clamp(min=1)))
         for name, _, value in terms:
             self.record.loss(name, value)
-        return sum(coefficient * value for _, coefficient, value in terms) if terms else None
+        return sum(coefficient * value for _, coefficient, value in terms) * sequences.loss_scale if terms else None

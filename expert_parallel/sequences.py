@@ -26,6 +26,7 @@ class Sequences:
     rows: Tensor  # () the number of counted rows of the global batch
     tokens: Tensor  # () the number of routed tokens of the global batch
     slots: Tensor | None = None  # [P, T/P] of each rank, where rows are cut: each slot once, padding's too
+    loss_scale: float = 1.0  # of the loss that backward begins with, and so of those that join it on its way
 
     @classmethod
     def of(cls, routed: Tensor, counted: Tensor) -> "Sequences":

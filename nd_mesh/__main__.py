@@ -1,4 +1,6 @@
-"""The command line: `train CONFIG`, `sample` and `evaluate` of a checkpoint, alone or under torchrun; `plot RUN …`."""
+"""The command line: `train CONFIG`, `sample` and `evaluate` of a checkpoint, alone or under torchrun; without ranks
+`mesh CONFIG` and `plot RUN …`.
+"""
 
 import argparse
 import functools
@@ -9,7 +11,10 @@ from typing import NoReturn
 
 from collectives import runtime
 from collectives.agreement import Stopped
-from nd_mesh import config, data, folder, loop, metrics, mistakes, use
+from nd_mesh import config, data, folder, loop, metrics, mistakes, picture, placement, use
+from nd_mesh.mesh import Grid
+
+MOST_RANKS = 2**17  # the groups of which are listed in a minute
 
 
 class Parser(argparse.ArgumentParser):
@@ -26,24 +31,48 @@ def parser() -> Parser:
     commands = whole.add_subparsers(dest="command", required=True)
     training = commands.add_parser("train", help="train a GPT", allow_abbrev=False)
     training.set_defaults(prepare=prepare_training)
-    training.add_argument(
-        "config", type=Path, help="a TOML file with the tables mesh, model, data, train, parallel, watch"
-    )
-    default = config.Config()
-    for name in config.names():
-        table, key = name.split(".")
-        value = getattr(getattr(default, table), key)
-        training.add_argument(f"--{name}", metavar="VALUE", help=f"default {value}", default=argparse.SUPPRESS)
+    _add_settings(training)
     sampling = commands.add_parser("sample", help="text from a checkpoint", allow_abbrev=False)
     sampling.set_defaults(prepare=use.sampling)
     use.arguments_of_sample(sampling)
     evaluating = commands.add_parser("evaluate", help="a checkpoint's validation loss", allow_abbrev=False)
     evaluating.set_defaults(prepare=use.evaluating)
     use.arguments(evaluating)
+    placing = commands.add_parser("mesh", help="show where a mesh puts its ranks", allow_abbrev=False)
+    placing.set_defaults(show=show_mesh)
+    _add_settings(placing)
+    placing.add_argument("--per-node", type=int, default=8, help="ranks of a node, default 8")
+    placing.add_argument("--out", type=Path, help="a PNG to write")
     plotting = commands.add_parser("plot", help="overlay the loss curves of runs", allow_abbrev=False)
+    plotting.set_defaults(show=lambda chosen: metrics.plot(chosen.runs, chosen.out))
     plotting.add_argument("runs", type=Path, nargs="+", help="folders that runs wrote")
     plotting.add_argument("--out", type=Path, required=True, help="the PNG to write")
     return whole
+
+
+def _add_settings(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "config", type=Path, help="a TOML file with the tables mesh, model, data, train, parallel, watch"
+    )
+    default = config.Config()
+    for name in config.names():
+        table, key = name.split(".")
+        value = getattr(getattr(default, table), key)
+        command.add_argument(f"--{name}", metavar="VALUE", help=f"default {value}", default=argparse.SUPPRESS)
+
+
+def show_mesh(chosen: argparse.Namespace) -> None:
+    """Print what placement.report tells of a mesh that could be trained on, and draw it where `out` is named."""
+    settings, per_node = config.load(chosen.config, chosen.overrides), chosen.per_node
+    if per_node < 1:
+        raise config.ConfigError(f"--per-node={per_node} must be positive")
+    grid = Grid(settings.mesh)
+    if grid.size() > MOST_RANKS:
+        raise config.ConfigError(f"a mesh of {grid.size()} ranks is more than can be shown: at most {MOST_RANKS}")
+    mistakes.check(settings, grid.size())
+    print(*placement.report(settings, per_node, placement.estimate(settings)), sep="\n")
+    if chosen.out is not None:
+        picture.draw(grid, per_node, chosen.out)
 
 
 def parsed(arguments: Sequence[str]) -> argparse.Namespace:
@@ -77,8 +106,8 @@ def main(arguments: Sequence[str]) -> int:
         here = runtime.place()
         told_by = f"rank {here.rank}: " if here.size > 1 else ""
         chosen = parsed(arguments)
-        if chosen.command == "plot":
-            metrics.plot(chosen.runs, chosen.out)
+        if hasattr(chosen, "show"):
+            chosen.show(chosen)
             return 0
         settings, job = chosen.prepare(chosen, here.size)
     except (ValueError, OSError) as mistake:

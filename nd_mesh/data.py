@@ -75,10 +75,10 @@ class Batch:
         where = replace(_moved(self.where, device), sequences=_moved(self.where.sequences, device))
         return Batch(self.ids.to(device), self.labels.to(device), where)
 
-    def of(self, counts: Tensor) -> "Batch":
-        """The same, in a global batch with these `counts` of all ranks' microbatches."""
+    def of(self, counts: Tensor, loss_scale: float) -> "Batch":
+        """The same, in a global batch with these `counts` of all ranks' microbatches, whose loss has this factor."""
         _, rows, tokens = counts
-        sequences = replace(self.where.sequences, rows=rows, tokens=tokens)
+        sequences = replace(self.where.sequences, rows=rows, tokens=tokens, loss_scale=loss_scale)
         return replace(self, where=replace(self.where, sequences=sequences))
 
 

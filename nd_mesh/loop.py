@@ -12,11 +12,12 @@ from collectives.agreement import Stopped, agree, together
 from collectives.checked import Checked
 from collectives.journal import Journal
 from collectives.ledger import Ledger
-from collectives.runtime import Runtime
+from collectives.runtime import Runtime, place
 from collectives.watch import Watcher, watching
-from nd_mesh import data, folder, metrics, mistakes
+from nd_mesh import data, folder, metrics, mistakes, placement, traffic
 from nd_mesh.config import Config, layers_of_stages
-from nd_mesh.mesh import AXES
+from nd_mesh.mesh import AXES, EXPERT_AXES
+from nd_mesh.precision import Precision, supported
 from nd_mesh.sample import generate
 from nd_mesh.stages import Stages
 from nd_mesh.train import Trainer
@@ -80,9 +81,12 @@ def _watchers(config: Config, run: Runtime) -> list[Watcher]:
 
 def _steps(trainer: Trainer, report: metrics.Report, checkpoints: Checkpoints, first: int) -> None:
     """Steps first+1 … of the run, each with what is due after it: a record, an evaluation, a checkpoint."""
-    train, began = trainer.config.train, time.perf_counter()
+    train, began, sent = trainer.config.train, time.perf_counter(), Ledger()
     for step in range(first, train.steps):
-        report.step(record := trainer.step(step))
+        with watching(*([sent] if step == first else [])):  # to count takes time
+            report.step(record := trainer.step(step))
+        if step == first and trainer.run.size > 1:
+            report.say(traffic.told(sent, trainer.config, trainer.run))
         if _due(train.evaluate_every, record.step) or record.step == train.steps:
             report.evaluation(record.step, trainer.evaluate())
         agree(report.failure, trainer.run.device, group=trainer.run.world)
@@ -96,15 +100,26 @@ def _due(every: int, step: int) -> bool:
     return every > 0 and step % every == 0
 
 
+def _placed(trainer: Trainer) -> list[str]:
+    """Which rank stands where, who is together, and what of it leaves a node."""
+    config, grid = trainer.config, trainer.mesh.grid
+    here = place()
+    views = AXES if config.mesh.ep == 1 else (*AXES, *EXPERT_AXES)
+    per_node = here.local_size if here.size > 1 else grid.size()  # ranks that no launcher placed are on one machine
+    warnings = placement.warnings(config, per_node, placement.estimate(config))
+    return [grid.rank_map(), *grid.listing(dict.fromkeys(views)), *warnings]
+
+
 def describe(trainer: Trainer) -> list[str]:
-    """What a run is, before its first step: mesh and rank map, model, data, padding, and an uneven deal of rows."""
+    """What a run is, before its first step: mesh and groups, model, data, padding, and an uneven deal of rows."""
     config, run = trainer.config, trainer.run
     axes = " × ".join(f"{axis} {getattr(config.mesh, axis)}" for axis in AXES)
     owned = sum(param.numel() for param in trainer.handle.parameters())
     stream, held_out = trainer.train_stream, trainer.validation_stream
     lines = [
-        f"{run.size} ranks, {run.backend} on {run.device.type}, {config.train.dtype}, mesh {axes}",
-        *([trainer.mesh.grid.rank_map()] if run.size > 1 else []),
+        f"{run.size} ranks, {run.backend} on {run.device.type}, {Precision.of(config.train.dtype)}, mesh {axes}",
+        supported(run.device),
+        *(_placed(trainer) if run.size > 1 else []),
         f"{owned / 1e6:.2f} M parameters on this rank{f' ({cut})' if (cut := trainer.handle.padding()) else ''}",
         f"{len(stream.tokens):,} training tokens in {len(stream.starts):,} documents, "
         f"{len(held_out.tokens):,} for validation",

@@ -1,4 +1,4 @@
-"""What a run was, for whoever finds its folder: config, rank map, code, data, versions, in manifest.json."""
+"""What a run was, for whoever finds its folder: config, rank map and groups, code, data, versions, in manifest.json."""
 
 import hashlib
 import importlib.metadata
@@ -19,13 +19,19 @@ from nd_mesh.mesh import Grid
 
 
 def of(config: Config, run: Runtime, *streams: Stream) -> dict[str, Any]:
-    """The content of manifest.json, and what a checkpoint tells of its run."""
+    """The content of manifest.json, and what a checkpoint tells of its run.
+
+    ranks: where each stands on every axis. groups: by view, dense and where experts are shared expert, then by name
+    (GROUPS and EXPERT_GROUPS of mesh.py), the ranks of every group.
+    """
+    grid = Grid(config.mesh)
     return {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "world": run.size,
         "backend": run.backend,
         "device": run.device.type,
-        "ranks": {rank: Grid(config.mesh).coordinates(rank) for rank in range(run.size)},
+        "ranks": {rank: grid.coordinates(rank) for rank in range(run.size)},
+        "groups": grid.views(),
         "commit": code_commit(Path(__file__).parent.parent),
         "data": data_hash(*streams),
         "versions": versions(),

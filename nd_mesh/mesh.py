@@ -3,14 +3,16 @@
 Axes from outer to inner: pp, dp, fsdp, cp, tp. Neighbouring ranks differ in tp first, so the axis that communicates
 most lies on the fastest links. ep is folded out of dp · fsdp · cp: the same ranks, seen as (expert_data, ep).
 
-Everything that says which ranks belong together is arithmetic on plain numbers, testable without ranks; `Mesh` adds the
-process groups, which all ranks make in one and the same order. Lecture A, "Process Group을 명시적으로 그린다" (its
-example groups of rank 0 do not fit its example mesh: with DP 8, TP 4, PP 2, CP 2 in the order above, rank 0's dp group
-is 0, 8, 16, … 56). PyTorch's counterpart: DeviceMesh.
+Everything that says which ranks belong together is arithmetic on plain numbers, testable without ranks. It is shown as
+text (`Grid.listing`), in manifest.json and as a picture (picture.py); placement.py says which groups leave a node.
+`Mesh` adds the process groups, which all ranks make in one and the same order. Lecture A, "Process Group을 명시적으로
+그린다" (its example groups of rank 0 do not fit its example mesh: with DP 8, TP 4, PP 2, CP 2 in the order above, rank
+0's dp group is 0, 8, 16, … 56). PyTorch's counterpart: DeviceMesh.
 """
 
 import math
 from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch.distributed as dist
@@ -31,6 +33,7 @@ GROUPS = {
 }
 
 # The expert view: dp · fsdp · cp as (expert_data, ep), and expert_data as (expert_replicas, expert_shard).
+EXPERT_AXES = ("pp", "expert_replicas", "expert_shard", "ep", "tp")  # outer to inner
 EXPERT_GROUPS = {
     "ep": ("ep",),  # each has other experts
     "ep_tp": ("ep", "tp"),  # the same, where tp has tokens of its own and is folded into ep
@@ -70,7 +73,7 @@ class Grid:
         within = sizes.fsdp * sizes.cp
         shards = (within if within % sizes.ep == 0 else sizes.dp * within) // sizes.ep
         where["expert_replicas"], where["expert_shard"] = divmod(where["expert_data"], shards)
-        return {axis: where[axis] for axis in ("pp", "expert_replicas", "expert_shard", "ep", "tp")}
+        return {axis: where[axis] for axis in EXPERT_AXES}
 
     def groups(self, name: str) -> list[tuple[int, ...]]:
         """All groups of that name (one of GROUPS or EXPERT_GROUPS), each with its ranks in ascending order, sorted by
@@ -83,14 +86,48 @@ class Grid:
             ranks[tuple(index for axis, index in place(rank).items() if axis not in free)].append(rank)
         return sorted(tuple(members) for members in ranks.values())
 
-    def rank_map(self) -> str:
-        """One line a rank with its coordinates on the axes that are cut."""
+    def views(self) -> dict[str, dict[str, list[tuple[int, ...]]]]:
+        """Every group of every name: the dense view, and where experts are shared the expert view."""
+        shown = {"dense": GROUPS, **({"expert": EXPERT_GROUPS} if self.sizes.ep > 1 else {})}
+        return {view: {name: self.groups(name) for name in names} for view, names in shown.items()}
+
+    def rank_map(self, whole: int = 16) -> str:
+        """One line a rank with its coordinates on the axes that are cut; of more than `whole` ranks the first three and
+        the last.
+        """
         cut = [axis for axis in (*AXES, "ep") if getattr(self.sizes, axis) > 1]
         lines = []
         for rank in range(self.size()):
             where = self.coordinates(rank)
             lines.append(f"rank {rank:>3}  " + "  ".join(f"{axis} {where[axis]}" for axis in cut))
-        return "\n".join(line.rstrip() for line in lines)
+        return "\n".join(line.rstrip() for line in _shortened(lines, whole))
+
+    def listing(self, names: Iterable[str]) -> list[str]:
+        """The groups of these names that have more than one rank, a line for names with the same groups.
+
+            fsdp, data  (0 2) (1 3) (4 6) (5 7)
+
+        On more than 32 ranks the first three and the last: of groups, and of the ranks in each.
+        """
+        alike = defaultdict(list)
+        for name in names:
+            alike[tuple(self.groups(name))].append(name)
+        labels = {", ".join(names): groups for groups, names in alike.items() if len(groups[0]) > 1}
+        width = max(map(len, labels), default=0)
+        whole = 32 if self.size() <= 32 else 4
+        return [
+            f"{label:<{width}}  {' '.join(_shortened([group_text(group, whole) for group in groups], whole))}"
+            for label, groups in labels.items()
+        ]
+
+
+def group_text(group: Sequence[int], whole: int = 4) -> str:
+    """`(0 1)`; of more than `whole` ranks the first three and the last, `(0 1 2 … 7)`."""
+    return f"({' '.join(_shortened([str(rank) for rank in group], whole))})"
+
+
+def _shortened(items: list[str], whole: int) -> list[str]:
+    return items if len(items) <= whole else [*items[:3], "…", items[-1]]
 
 
 class Mesh:

@@ -30,6 +30,8 @@ class Record:
     slowest: float  # seconds of forward and backward on the rank that took longest, before it waits for the others
     median: float  # the same, of the median rank
     experts: dict[str, Any] | None = None  # of mixtures: losses without coefficients, entropy, overflow, loads
+    loss_scale: float = 1.0  # with which gradients were made
+    skipped: bool = False  # a gradient was not finite, and the step was left out
 
 
 COLUMNS = "step, loss, gradient norm, rate, throughput, forward and backward of the slowest/the median rank, time left"
@@ -82,6 +84,9 @@ class Report:
         if self.console.is_terminal:
             self.progress.start()
             self.progress.update(self.task, completed=record.step, description=line, refresh=True)
+        if record.skipped:
+            scaled = f" at a loss scale of {record.loss_scale:.0f}" if record.loss_scale > 1 else ""
+            self.say(f"step {record.step} was left out: the gradient norm is {record.grad_norm}{scaled}")
         if record.step == self.first + 1 or record.step % max(1, self.steps // 20) == 0:
             self.say(line)
         if record.step == self.steps:

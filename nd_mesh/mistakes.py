@@ -18,10 +18,12 @@ from nd_mesh.config import (
     MeshConfig,
     ModelConfig,
     ParallelConfig,
+    TrainConfig,
     layers_of_stages,
     names,
     pipeline_plan,
 )
+from nd_mesh.precision import LARGEST_SCALE
 from pipeline.schedules import IN_TWO
 from tensor_parallel import cut
 
@@ -61,6 +63,7 @@ def _mistakes(config: Config, world: int) -> Iterator[str]:
     yield from _expert_mistakes(config)
     yield from _context_mistakes(config)
     yield from _pipeline_mistakes(config)
+    yield from _precision_mistakes(config.train)
 
 
 def _out_of_range(config: Config) -> Iterator[str]:
@@ -225,6 +228,13 @@ def _pipeline_mistakes(config: Config) -> Iterator[str]:
         )
     elif not named and any(not each for each in layers_of_stages(config, plan)[1:-1]):
         yield _too_few(layers, pp, each, parallel)
+
+
+def _precision_mistakes(train: TrainConfig) -> Iterator[str]:
+    if not 1 <= train.loss_scale <= LARGEST_SCALE or math.frexp(train.loss_scale)[0] != 0.5:
+        yield f"train.loss_scale={train.loss_scale} must be a power of two from 1 to 2^30: others round gradients"
+    if train.scale_steps < 1:
+        yield f"train.scale_steps={train.scale_steps} must be positive"
 
 
 def _too_few(layers: int, pp: int, each: int, parallel: ParallelConfig) -> str:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from collectives import rng
 from collectives.layout import Constant, Normal
+from collectives.lookup import Embedding
 from expert_parallel import Losses, MoE
 from nd_mesh.config import ModelConfig
 
@@ -143,7 +144,7 @@ class GPT(nn.Module):
     def __init__(self, config: ModelConfig, seed: int):
         super().__init__()
         self.config = config
-        self.embed = nn.Embedding(config.vocab, config.width)
+        self.embed = Embedding(config.vocab, config.width)
         self.embed_drop = Dropout(config.dropout, seed, "embed")
         self.blocks = nn.ModuleDict({str(i): Block(config, seed, i) for i in range(config.layers)})
         self.norm = nn.RMSNorm(config.width, eps=1e-5)
@@ -163,10 +164,10 @@ class GPT(nn.Module):
         return self.head(hidden)
 
     def loss(self, hidden: Tensor, labels: Tensor) -> Tensor:
-        """The sum of the token losses, in nats, over the labels [B, T] that are not IGNORE."""
-        return F.cross_entropy(
-            self.logits(hidden).flatten(0, 1), labels.flatten(), ignore_index=IGNORE, reduction="sum"
-        )
+        """The sum of the token losses, in nats, over the labels [B, T] that are not IGNORE; in float32 at least."""
+        logits = self.logits(hidden).flatten(0, 1)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        return F.cross_entropy(logits, labels.flatten(), ignore_index=IGNORE, reduction="sum")
 
     def init_rule(self, name: str) -> Normal | Constant:
         """How the parameter of this global name starts: every matrix keeps the size of what it multiplies.

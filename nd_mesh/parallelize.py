@@ -6,7 +6,7 @@ a seam of the model; the data strategy then allocates exactly what is left, and 
 its boxes.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -19,26 +19,26 @@ import tensor_parallel
 from collectives import layout, rng
 from collectives.replicas import Replica
 from ddp import bucketed, naive, overlapped
-from fsdp import fully_shard
+from fsdp import MixedPrecision, fully_shard
 from fsdp.sharded import FullySharded
+from nd_mesh import masters
 from nd_mesh.config import Config, ParallelConfig, layers_of_stages, pipeline_plan
 from nd_mesh.context import Attend, attention
 from nd_mesh.experts import mixtures, share_experts
 from nd_mesh.families import Families
 from nd_mesh.mesh import Mesh
 from nd_mesh.model import GPT, IGNORE, Where
+from nd_mesh.precision import Precision
 from nd_mesh.recompute import Recomputed, chosen, recompute
 from nd_mesh.stages import Stages
 from pipeline import Pipeline, connect
 from pipeline.links import Links
 from pipeline.ties import TIE, tie, tie_group
 from tensor_parallel import Column, KeyValue, Row, Stream, Vocabulary, Whole, cut, vocab_parallel_cross_entropy
-from zero import stage1, stage2, stage3
+from zero import Mixed, stage1, stage2, stage3
 
-DATA_STRATEGIES = {  # over dp alone
-    **{"auto": overlapped.wrap, "naive": naive.wrap, "bucketed": bucketed.wrap, "overlapped": overlapped.wrap},
-    **{"zero1": stage1.wrap, "zero2": stage2.wrap, "zero3": stage3.wrap},
-}
+COPIES = {"auto": overlapped.wrap, "naive": naive.wrap, "bucketed": bucketed.wrap, "overlapped": overlapped.wrap}
+DATA_STRATEGIES = COPIES | {"zero1": stage1.wrap, "zero2": stage2.wrap, "zero3": stage3.wrap}  # over dp alone
 PARTIAL = ("kv", "tp", TIE)  # labels of the sums that come after those over data, in this order
 
 
@@ -78,8 +78,10 @@ def parallelize(
     # 7. Recomputation replaces the forward of modules: the data strategy's hooks then sit outside of what runs again.
     recomputed = recompute(chosen(model, config.parallel.recompute))
 
-    # 8. The data strategy: it comes last of those that cut, since it allocates what is left.
-    handle = data_parallel(model, config.parallel, mesh, device)
+    # 8. The data strategy: it comes last of those that cut, since it allocates what is left; in 16 bits the weights,
+    # which the model has from here on, beside the masters.
+    precision = Precision.of(config.train.dtype)
+    handle = data_parallel(model, config.parallel, mesh, precision, device)
 
     # 9. Initial values: a function of the seed, the name and the box. Each owner makes its own; then all have them.
     for param in handle.parameters():
@@ -89,6 +91,7 @@ def parallelize(
 
     # 10. The pipeline runs the stages, and asks the data strategy for their weights.
     if isinstance(model, Stages):
+        model.dtype = precision.weights
         model.pipe = pipelined(model, config.parallel, mesh, handle, links)
     return model, handle, recomputed
 
@@ -189,12 +192,14 @@ def narrow_stream(group: dist.ProcessGroup) -> Any:
     return narrow
 
 
-def data_parallel(model: GPT | Stages, parallel: ParallelConfig, mesh: Mesh, device: torch.device) -> Replica:
+def data_parallel(
+    model: GPT | Stages, parallel: ParallelConfig, mesh: Mesh, precision: Precision, device: torch.device
+) -> Replica:
     """The strategy that sums gradients over dp, fsdp and cp; those of experts over the ranks that have the same."""
     if parallel.data == "fsdp" or mesh.size("fsdp") > 1:
-        return sharded(model, parallel, mesh, device)
-    wrap = DATA_STRATEGIES[parallel.data]
-    settings = {"average": False, "device": device} | ({"cap": parallel.cap} if wrap is not naive.wrap else {})
+        return sharded(model, parallel, mesh, precision, device)
+    wrap = copies_or_shards(parallel.data, precision)
+    settings = {"average": False, "device": device} | ({"cap": parallel.cap} if parallel.data != "naive" else {})
     families = {family: [p for p in model.parameters() if p.held.family == family] for family in ("dense", "expert")}
     if mesh.size("ep") == 1 or not families["expert"]:
         return wrap(model, mesh.group("data"), **settings)
@@ -202,13 +207,26 @@ def data_parallel(model: GPT | Stages, parallel: ParallelConfig, mesh: Mesh, dev
     return Families([wrap(model, groups[family], params=params, **settings) for family, params in families.items()])
 
 
-def sharded(model: GPT | Stages, parallel: ParallelConfig, mesh: Mesh, device: torch.device) -> Replica:
+def copies_or_shards(data: str, precision: Precision) -> Callable[..., Replica]:
+    """The `wrap` of a strategy over dp alone, in this precision; gradients of 16 bits are added and travel in 32."""
+    wrap = DATA_STRATEGIES[data]
+    if not precision.mixed:
+        return wrap
+    if data in COPIES:
+        return partial(masters.wrap, wrap, weights=precision.weights)
+    return partial(wrap, mixed=Mixed(precision.weights, gradients=precision.masters))
+
+
+def sharded(
+    model: GPT | Stages, parallel: ParallelConfig, mesh: Mesh, precision: Precision, device: torch.device
+) -> Replica:
     """Each block a unit, the experts in it another, over their own groups; and the model with what is left, which is
     kept until its backward: the loss reads the head.
     """
     settings = {
         **{"replicate_group": mesh.group("dp"), "average": False, "device": device, "prefetch": parallel.prefetch},
         "reshard_after_forward": None if parallel.reshard else False,
+        "mixed_precision": MixedPrecision(precision.weights, reduce=precision.masters) if precision.mixed else None,
     }
     if mesh.size("ep") > 1:
         group = mesh.group("expert_shard")

@@ -49,7 +49,7 @@ class Stages(nn.Module):
     def __init__(self, model: GPT, plan: Plan, rank: int, cut: Sequence[range]):
         super().__init__()
         self.config, self.plan, self.cut = model.config, plan, {stage: cut[stage] for stage in plan.stages_of(rank)}
-        self.dtype = model.embed.weight.dtype
+        self.dtype = model.embed.weight.dtype  # of what a stage returns; the data strategy may change it
         names = [name for stage in self.cut for name in self._ends_of(stage)]
         self.ends = nn.ModuleDict({name: getattr(model, name) for name in names})
         layers = [str(layer) for layers in self.cut.values() for layer in layers]

@@ -33,6 +33,7 @@ from nd_mesh.mesh import Mesh
 from nd_mesh.metrics import Record
 from nd_mesh.model import GPT, IGNORE
 from nd_mesh.parallelize import PARTIAL, parallelize
+from nd_mesh.precision import Precision, Scaler, unscale
 from nd_mesh.stages import Stages, microbatches
 
 FIXED = (
@@ -60,11 +61,12 @@ class Trainer:
         self.mesh = Mesh(config.mesh, run)
         self.rows = Rows(config.parallel, self.mesh)
         with torch.device("meta"):
-            self.model = GPT(config.model, config.train.seed).to(getattr(torch, config.train.dtype))
+            self.model = GPT(config.model, config.train.seed).to(Precision.of(config.train.dtype).masters)
         self.model, self.handle, self.recomputed = parallelize(self.model, config, self.mesh, run.device)
         self.optimizer = self._make_optimizer()
         self.observer = Observer(self.model, config, self.mesh) if config.model.experts else None
         self.observed: dict[int, Observation] = {}  # what the mixtures did in the newest step, by layer
+        self.scaler = Scaler.of(config.train)
         self.tokens = 0  # valid ones consumed so far
         self.metrics: dict[str, float] = {}  # the newest of each
 
@@ -87,12 +89,13 @@ class Trainer:
     def step(self, step: int) -> Record:
         """Do step `step`, counted from 0."""
         began = time.perf_counter()
+        scale = self.scaler.scale
         loss, count, busy = self.gradients(step)
         norm, lr = self.update(step, count)
         slowest, median = self._over_ranks(busy)
-        return Record(
-            step + 1, loss, count, norm, lr, time.perf_counter() - began, slowest, median, summary(self.observed)
-        )
+        times = {"seconds": time.perf_counter() - began, "slowest": slowest, "median": median}
+        of_step = {"experts": summary(self.observed), "loss_scale": scale, "skipped": not math.isfinite(norm)}
+        return Record(step + 1, loss, count, norm, lr, **times, **of_step)
 
     def gradients(self, step: int) -> tuple[float, int, float]:
         """Forward and backward of global batch `step`. Returns its loss, its valid tokens and this rank's seconds of
@@ -100,19 +103,19 @@ class Trainer:
 
         After: the parameters' gradients are those of the whole batch's loss, reduced, before clipping.
         """
-        began = time.perf_counter()
+        began, scale = time.perf_counter(), self.scaler.scale
         self.optimizer.zero_grad()
         batches = self.microbatches(step)
         counts = data.counts(batches, first=self.mesh.rank("cp") == 0)
         counting, count = comm.all_reduce(counts, group=self.mesh.group("data"), async_op=True), counts[0]
         if self.observer is not None:
             counting.wait()  # a mixture's losses are means over the global batch, and are taken on its way
-            batches = [batch.of(counts) for batch in batches]
+            batches = [batch.of(counts, scale) for batch in batches]
 
         def loss(hidden: Tensor, labels: Tensor) -> Tensor:
             counting.wait()
             # IDEA: loss = Σ token losses / Σ valid tokens, both over all ranks and microbatches, no mean of means.
-            return self.model.loss(hidden, labels) / count.clamp(min=1)
+            return self.model.loss(hidden, labels) * scale / count.clamp(min=1)
 
         total = torch.zeros((), dtype=torch.float64, device=self.run.device)
         for part in self._forward_and_backward(batches, loss):
@@ -121,7 +124,8 @@ class Trainer:
         busy = time.perf_counter() - began
         self.handle.finish()
         sum_partials(self.handle.parameters(), PARTIAL)
-        self._sum(total)
+        unscale(self.handle.parameters(), scale)
+        self._sum(total := total / scale)
         self.metrics["loss"] = total.item()
         self.observed = self.observer.observe() if self.observer is not None else {}
         return self.metrics["loss"], int(count), busy
@@ -155,13 +159,22 @@ class Trainer:
 
     def update(self, step: int, count: int) -> tuple[float, float]:
         """Clip, and move the parameters. Returns the norm before clipping and the rate. A batch without a valid token
-        moves nothing.
+        moves nothing, nor does one whose gradient is not finite somewhere: parameters, optimizer, biases and the count
+        of tokens stay.
+
+        Raises Stopped on every rank for such a gradient, where train.nonfinite says so and no smaller loss scale helps.
         """
         params, lr = self.handle.parameters(), learning_rate(self.config.train, step)
         norm = grad_norm(params, group=self.run.world)
-        if not norm.isfinite():  # the same bits on every rank, so all of them stop
-            raise Stopped(f"step {step + 1}: the gradient norm is {norm.item()}; try a smaller train.lr")
-        if count:
+        # The norm has the same bits on every rank, so what one rank met all of them act on alike.
+        finite = bool(norm.isfinite())
+        if not finite and self.scaler.lowest and self.config.train.nonfinite == "raise":
+            raise Stopped(
+                f"step {step + 1}: the gradient norm is {norm.item()}; try a smaller train.lr, or train.nonfinite=skip"
+            )
+        if count or not finite:
+            self.scaler.update(finite)
+        if count and finite:
             if self.config.train.clip:
                 clip(params, norm, self.config.train.clip)
             for group in self.optimizer.param_groups:
@@ -170,7 +183,7 @@ class Trainer:
             self.handle.after_step()
             if self.observer is not None:
                 self.observer.follow(self.observed)
-        self.tokens += count
+            self.tokens += count
         self.metrics |= {"grad_norm": norm.item(), "lr": lr}
         return norm.item(), lr
 
@@ -219,7 +232,7 @@ class Trainer:
         samples = step * self.config.train.batch
         consumed = {"step": step, "data_cursor": step, "samples": samples, "tokens": self.tokens}
         tensors = training(self.handle.parameters(), self.optimizer) | self._biases()
-        state = State(tensors, consumed | {"metrics": self.metrics})
+        state = State(tensors, consumed | {"metrics": self.metrics, "scaler": self.scaler.state()})
         (checkpoints.save_async if self.config.checkpoint.asynchronous else checkpoints.save)(step, state)
 
     def resume(self, path: Path) -> Saved:
@@ -232,6 +245,7 @@ class Trainer:
         restore(found, self.handle.parameters(), self.optimizer, self._biases())
         self.handle.after_load()
         self.tokens, self.metrics = found.shared["tokens"], found.shared["metrics"]
+        self.scaler.load(found.shared.get("scaler", self.scaler.state()))  # older checkpoints have none
         return found
 
     def biases(self) -> dict[str, Tensor]:

@@ -104,7 +104,7 @@ def add(weight: Tensor, grad: Tensor) -> None:
     if weight.grad is not None:
         weight.grad = weight.grad.add_(grad) if weight.grad.layout == torch.strided else weight.grad + grad
     elif grad.layout == torch.strided:  # `grad` may be another weight's too, or on its way to the stage before
-        weight.grad = torch.empty_like(weight).copy_(grad)
+        weight.grad = torch.empty_like(weight, dtype=weight.grad_dtype).copy_(grad)
     else:
         weight.grad = grad.clone()
 

@@ -9,10 +9,10 @@ with sequence parallelism n(P-1)/P in each. Memory: the table 1/tp. A vocabulary
 Shoeybi et al. 2019, §3. Megatron-LM's counterpart: VocabParallelEmbedding, which pads the table.
 """
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from collectives import layout
+from collectives.lookup import lookup
 from tensor_parallel.cut import nearly_even
 from tensor_parallel.linear import declare
 from tensor_parallel.region import Region
@@ -39,10 +39,10 @@ class VocabParallelEmbedding(nn.Module):
         """ids [..., T], the same on every rank → what `Region.leave` gives. Raises IndexError as torch's does."""
         check_range(ids, self.vocab, "token")
         if len(self.rows) == self.vocab:
-            return F.embedding(ids, self.weight)
+            return lookup(ids, self.weight)
         elsewhere = (ids < self.rows.start) | (ids >= self.rows.stop)
         # IDEA: a row that another rank has is looked up as zeros, so that the sum over the ranks is the row.
-        found = F.embedding((ids - self.rows.start).masked_fill(elsewhere, 0), self.weight)
+        found = lookup((ids - self.rows.start).masked_fill(elsewhere, 0), self.weight)
         return self.region.leave(found.masked_fill(elsewhere.unsqueeze(-1), 0))
 
     def extra_repr(self) -> str:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from collectives.layout import Box
+from collectives.lookup import Embedding
 from tensor_parallel import cut
 from tensor_parallel.embedding import check_settings
 
@@ -116,7 +117,7 @@ class Row(Role):
 class Vocabulary(Role):
     """An embedding, or the linear layer that makes logits, cut by tokens, evenly or not."""
 
-    kinds = (nn.Linear, nn.Embedding)
+    kinds = (nn.Linear, nn.Embedding, Embedding)
     gather_output: bool = False  # of logits
 
     def cut(self, part: nn.Module, ranks: int) -> tuple[int, Pieces]:

@@ -1,23 +1,28 @@
 """The grid: which meshes and options are tried, and on which other mesh each run goes on.
 
-make parity                  any two options, in all combinations of their values
-make parity ARGS=--full      and any three of the axes
+make parity                            every mesh of up to 8 ranks, at least five times; any three of the axes, the data
+                                       strategy and the schedule, and any two options, in all combinations of values
+make parity ARGS='--seed 1'            other choices
+make parity ARGS=--full                and any three options of where a run is computed
 """
 
+import argparse
 import functools
 import itertools
 import math
 import random
 import sys
-from collections.abc import Iterable, Sequence
+import time
+from collections import Counter
 from dataclasses import replace
-from typing import Any
 
 from context_parallel.ulysses import sharing
 from nd_mesh.config import Config, pipeline_plan
 from nd_mesh.parallelize import DATA_STRATEGIES
+from pipeline import schedule
 from tensor_parallel import cut
-from tests.parity import ADAMW, KINDS, MODEL, SGD, Case, Judge, config, documents
+from tests.covering import Choice, Space, cover
+from tests.parity import ADAMW, KINDS, MODEL, SGD, UNCLIPPED, Case, Judge, config, documents
 from tests.pool import Pool
 
 # Mixtures of experts. 12 of them are shared by up to 6 ranks, 8 by 8; some have less to do than there are microbatches.
@@ -33,166 +38,189 @@ MIXTURES = {
 }
 # Where a run is computed: it may change when a run is resumed. A new axis or option is one line.
 WHERE = {
-    "pipeline": (
-        *("1 1f1b", "2 1f1b", "4 1f1b", "3 layer_wise", "2 gpipe 2", "2 interleaved 3"),
-        *("2 zb_h1", "4 zb_h1", "2 zbv", "3 zbv", "2 dualpipe_v"),
-    ),
-    "reduce_each": (False, True),
-    "context": (
-        *("1 ring zigzag", "2 ring zigzag", "3 ring striped", "4 ring contiguous"),
-        *("2 all_gather contiguous", "2 ulysses zigzag", "3 ulysses striped", "4 ring_ulysses zigzag"),
-    ),
-    "dp": (1, 2, 3, 4, 8),
-    "fsdp": (1, 2, 3, 4),
-    "tp": (1, 2, 3, 4),
-    "ep": (1, 2, 3, 4, 8),
+    **{axis: (1, 2, 3, 4) for axis in ("pp", "dp", "fsdp", "cp", "tp")},
+    "ep": (1, 2, 3, 4, 6, 8),
     "sequence": (False, True),
     "save_gathered": (False, True),
-    "data": (*DATA_STRATEGIES, "fsdp"),
+    "schedule": ("1f1b", "layer_wise", "gpipe", "interleaved", "zb_h1", "zbv", "dualpipe_v"),
+    "virtual": (0, 1, 2, 3),
+    "attention": ("ring", "all_gather", "ulysses", "ring_ulysses"),
+    "order": ("zigzag", "striped", "contiguous"),
+    "data": (*(name for name in DATA_STRATEGIES if name != "auto"), "fsdp"),
     "cap": (25 << 20, 1000),
     "reshard": (True, False),
     "prefetch": (1, 0, 2),
+    "reduce_each": (False, True),
     "recompute": ((), ("block",), ("attend", "ffn"), ("k", "ffn")),
-    "microbatches": (1, 3, 8),
+    "microbatches": (1, 2, 4),
 }
 # What is computed.
 WHAT = {
     "dropout": (0.0, 0.1),
     "tied": (False, True),
     "kv_heads": (2, 6, 1),
-    "train": (SGD, ADAMW),
+    "train": (SGD, ADAMW, UNCLIPPED),
     "mixture": tuple(MIXTURES),
 }
-AXES = ("pipeline", "context", "fsdp", "tp", "ep", "data")  # more of these are tried together
-FREE = ("recompute", "microbatches", "dropout", "tied", "train", "mixture")  # whatever the others are; but for `shared`
+AXES = ("pp", "dp", "fsdp", "cp", "tp")
+STRONG = (*AXES, "ep", "data", "schedule")  # any three of these are tried together
+FREE = ("recompute", "microbatches", "dropout", "tied", "train")  # whatever the others are
+TIMES, RUNS = 5, 1000  # how often each mesh is tried at least, and how many runs there are at least
+RANKS = 8
 
 
-def cases(together: int, of_axes: int = 0, ranks: int = 8) -> list[Case]:
-    """Meshes of at most so many ranks, and options, chosen so that any `together` of the options, and any `of_axes` of
-    AXES, occur with all combinations of their values; and some of more ranks than rows, or with all that cuts at once.
-    """
-    chosen = [case(ranks, **some) for some in covering(WHERE | WHAT, together, of_axes, ranks)]
-    all_at_once = {"pipeline": "2 zbv", "fsdp": 2, "tp": 2, "sequence": True, "data": "fsdp", "tied": True}
-    all_at_once |= {"ep": 2, "mixture": "sigmoid 3 of 12, bias, shared"}
-    more = [
-        {"dp": 4, "microbatches": 2, "dropout": 0.1, "batch": 2},
-        {"dp": 8, "dropout": 0.1, "batch": 3, "train": ADAMW},
-        all_at_once | {"dropout": 0.1, "recompute": ("attend", "ffn"), "microbatches": 5},
-        all_at_once | {"pipeline": "1 1f1b", "context": "2 ring zigzag", "dropout": 0.1, "recompute": ("block",)},
+# -- what is possible --------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def space(ranks: int) -> Space:
+    """All possible choices on at most so many ranks; no two of them are the same run."""
+    return Space(bases(ranks), [pipelines, contexts, data_strategies], {name: (WHERE | WHAT)[name] for name in FREE})
+
+
+def bases(ranks: int) -> list[Choice]:
+    """Meshes, and what of a model and of the ways to cut it depends on them. The first is one rank."""
+    shapes = [shape for shape in itertools.product(*(WHERE[axis] for axis in AXES)) if math.prod(shape) <= ranks]
+    others = ("ep", "sequence", "kv_heads", "mixture")
+    values = [*itertools.product(*((WHERE | WHAT)[name] for name in others))]
+    found = [dict(zip((*AXES, *others), shape + value, strict=True)) for shape in shapes for value in values]
+    return [base for base in found if possible(base)]
+
+
+def possible(base: Choice) -> bool:
+    """Whether heads and experts can be shared so."""
+    tp, experts = base["tp"], MIXTURES[base["mixture"]].get("experts", 1)
+    folded = base["ep"] * (tp if base["sequence"] and experts > 1 else 1)
+    return (
+        tp in cut.degrees(MODEL.heads, base["kv_heads"])
+        and (tp > 1 or not base["sequence"])
+        and base["dp"] * base["fsdp"] * base["cp"] % base["ep"] == 0
+        and experts % folded == 0
+    )
+
+
+def pipelines(base: Choice) -> list[Choice]:
+    """Schedules of so many ranks, and the stages that a rank may have."""
+    return _pipelines(base["pp"])
+
+
+@functools.cache
+def _pipelines(pp: int) -> list[Choice]:
+    if pp == 1:
+        return [{"schedule": "1f1b", "virtual": 0}]
+    pairs = itertools.product(WHERE["schedule"], WHERE["virtual"][1:])
+    return [{"schedule": name, "virtual": virtual} for name, virtual in pairs if _has(name, virtual)]
+
+
+def _has(name: str, virtual: int) -> bool:
+    try:
+        schedule(name, 2, 1, virtual)
+    except ValueError:
+        return False
+    return True
+
+
+def contexts(base: Choice) -> list[Choice]:
+    """Methods and orders of attention over cp, and what is kept of what is gathered."""
+    tp = base["tp"]
+    return _contexts(base["cp"], MODEL.heads // tp, max(1, base["kv_heads"] // tp), base["sequence"])
+
+
+@functools.cache
+def _contexts(cp: int, heads: int, kv_heads: int, sequence: bool) -> list[Choice]:
+    methods = {"ring": 1, "all_gather": 1, "ulysses": cp, "ring_ulysses": 2}  # ranks that exchange heads
+    fitting = [name for name, size in methods.items() if cp % size == 0 and size in sharing(heads, kv_heads)]
+    ways = itertools.product(fitting, WHERE["order"]) if cp > 1 else [("ring", "zigzag")]
+    return [
+        {"attention": method, "order": order, "save_gathered": kept}
+        for method, order in ways
+        for kept in (False, True)
+        if not kept or sequence or (cp > 1 and method == "all_gather")
     ]
-    return [*chosen, *(case(**some) for some in more)]
 
 
-def possible(choice: dict[str, Any], ranks: int = 8) -> bool:
-    """Whether there is such a run, on at most so many ranks, and no other choice is the same run."""
-    sharded = choice["data"] == "fsdp"
-    pp, tp, kv_heads = ranks_of(choice, "pipeline"), choice["tp"], choice["kv_heads"]
-    cp, method, _ = choice["context"].split()
-    return (
-        (pp > 1 or usual(choice, "reduce_each"))
-        and (pp == 1 or usual(choice, "prefetch"))
-        and tp in cut.degrees(MODEL.heads, kv_heads)
-        and (tp > 1 or usual(choice, "sequence"))
-        and (choice["sequence"] or (cp != "1" and method == "all_gather") or usual(choice, "save_gathered"))
-        and (sharded or usual(choice, "fsdp"))
-        and (sharded or pp > 1 or usual(choice, "reshard"))
-        and sensible(choice)
-        and fits(int(cp), method, MODEL.heads // tp, max(1, kv_heads // tp))
-        and any(shared(mixture, choice) for mixture in MIXTURES)
-        and data_ranks(choice) % choice["ep"] == 0
-        and size(choice) <= ranks
-    )
+def data_strategies(base: Choice) -> list[Choice]:
+    """Data strategies and their settings."""
+    return _data_strategies(base["fsdp"] > 1, base["pp"] > 1)
 
 
-def sensible(choice: dict[str, Any]) -> bool:
-    """Whether each setting of the data strategy is one that it has, whatever the mesh."""
+@functools.cache
+def _data_strategies(sharded: bool, piped: bool) -> list[Choice]:
+    names = ("data", "cap", "reshard", "prefetch", "reduce_each")
+    found = [dict(zip(names, values, strict=True)) for values in itertools.product(*(WHERE[name] for name in names))]
+    return [choice for choice in found if _sensible(choice, sharded, piped)]
+
+
+def _sensible(choice: Choice, sharded: bool, piped: bool) -> bool:
+    """Whether each setting is the usual one, or one that makes a difference."""
     data = choice["data"]
+    usual = {name: choice[name] == WHERE[name][0] for name in choice}
     return (
-        data != "auto"
-        and (usual(choice, "reduce_each") or data in ("zero3", "fsdp"))
-        and (usual(choice, "prefetch") or data == "fsdp")
-        and (usual(choice, "reshard") or data in ("zero3", "fsdp"))
-        and (usual(choice, "cap") or data not in ("naive", "zero3", "fsdp"))
+        (data == "fsdp" or not sharded)
+        and (usual["cap"] or data not in ("naive", "zero3", "fsdp"))
+        and (usual["reshard"] or data == "fsdp" or (data == "zero3" and piped))
+        and (usual["prefetch"] or (data == "fsdp" and not piped))
+        and (usual["reduce_each"] or (data in ("zero3", "fsdp") and piped))
     )
 
 
-def usual(choice: dict[str, Any], name: str) -> bool:
-    """Whether an option of WHERE is as it is where nobody asks for another."""
-    usual = WHERE[name][0]
-    return choice.get(name, usual) == usual
+# -- what is tried -----------------------------------------------------------------------------------------------------
 
 
-def ranks_of(choice: dict[str, Any], option: str) -> int:
-    """Of the options "pipeline" and "context" the first word."""
-    return int(choice[option].split()[0])
+def cases(seed: int = 0, ranks: int = RANKS, *, full: bool = False) -> list[Case]:
+    """The whole grid; full: with any three options of WHERE too."""
+    draw, options = random.Random(seed), space(ranks)
+    three = WHERE if full else STRONG
+    groups = dict.fromkeys([*itertools.combinations(three, 3), *itertools.combinations(options.names, 2)])
+    chosen = [*cover(options, groups, cost, draw)]
+    shapes = sorted({shape(base) for base in options.bases})
+    times = Counter(map(shape, chosen))
+    for round_ in itertools.count(1):
+        if round_ > TIMES and len(chosen) >= RUNS:
+            break
+        for axes in shapes:
+            if times[axes] < round_ and (round_ <= TIMES or len(chosen) < RUNS):
+                chosen += options.draw(draw, dict(zip(AXES, axes, strict=True)), 1)
+                times[axes] += 1
+    return [case(choice, draw, ranks) for choice in chosen]
 
 
-def size(choice: dict[str, Any]) -> int:
-    """The number of ranks."""
-    lengths = [choice[axis] for axis in ("dp", "fsdp", "tp")]
-    return math.prod([ranks_of(choice, "pipeline"), ranks_of(choice, "context"), *lengths])
+def subset(ranks: int, together: int, seed: int = 0) -> list[Case]:
+    """Cases on at most so many ranks in which any `together` options occur in all combinations of their values."""
+    draw, options = random.Random(seed), space(ranks)
+    groups = itertools.combinations(options.names, together)
+    return [case(choice, draw, ranks) for choice in cover(options, groups, cost, draw)]
 
 
-def data_ranks(choice: dict[str, Any]) -> int:
-    """Those with tokens of their own, out of which ep is folded."""
-    return choice["dp"] * choice["fsdp"] * ranks_of(choice, "context")
+def shape(choice: Choice) -> tuple[int, ...]:
+    """The mesh."""
+    return tuple(choice[axis] for axis in AXES)
 
 
-def shared(mixture: str, choice: dict[str, Any]) -> bool:
-    """Whether the ranks can share its experts, each as many. A dense model has none."""
-    ranks = choice["ep"] * (choice["tp"] if choice["sequence"] else 1)
-    experts = MIXTURES[mixture].get("experts")
-    return experts % ranks == 0 if experts else choice["ep"] == 1
+def cost(choice: Choice) -> float:
+    """About how long a run takes: what each rank computes is little, so it goes by their number."""
+    return 1 + math.prod(shape(choice))
 
 
-def fits(cp: int, method: str, heads: int, kv_heads: int) -> bool:
-    """Whether the ranks that exchange heads can share them."""
-    exchanging = {"ulysses": cp, "ring_ulysses": 2}.get(method, 1)
-    return exchanging in sharing(heads, kv_heads)
+def case(choice: Choice, draw: random.Random, ranks: int = RANKS) -> Case:
+    """The case of this choice, resumed on a mesh of another shape, with as many other options as can be."""
+    known = {name: choice.get(name, values[0]) for name, values in (WHERE | WHAT).items()}
+    same = {name: known[name] for name in ("kv_heads", "mixture")}
+    others = [other for other in space(ranks).draw(draw, same, 60) if shape(other) != shape(known)]
+    size = draw.choice(sorted({math.prod(shape(other)) for other in others}))
+    fitting = [other for other in others if math.prod(shape(other)) == size]
+    then = max(fitting, key=lambda other: sum(other[name] != known[name] for name in WHERE))
+    then = known | {name: then[name] for name in WHERE}
+    name = f"{told(known)}; then {told({name: then[name] for name in WHERE})}"
+    return Case(name, run_of(known), run_of(then))
 
 
-@functools.cache
-def rows(ranks: int) -> list[dict[str, Any]]:
-    """All possible choices of the options that depend on each other."""
-    options = {name: values for name, values in (WHERE | WHAT).items() if name not in FREE}
-    axes = ("pipeline", "context", "dp", "fsdp", "tp", "ep")
-    meshes = [dict(zip(axes, sizes, strict=True)) for sizes in itertools.product(*(options[axis] for axis in axes))]
-    fitting = [mesh for mesh in meshes if size(mesh) <= ranks and data_ranks(mesh) % mesh["ep"] == 0]
-    others = [name for name in options if name not in axes]
-    rest = [dict(zip(others, values, strict=True)) for values in itertools.product(*(options[name] for name in others))]
-    rest = [other for other in rest if sensible(other)]
-    return [mesh | other for mesh in fitting for other in rest if possible(mesh | other, ranks)]
-
-
-def case(ranks: int = 8, /, **options: Any) -> Case:
-    """The case of these options. It is resumed elsewhere, with another tp and as many other options as can be."""
-    first = {name: options.get(name, values[0]) for name, values in WHERE.items()}
-    draw = random.Random(told(options))
-    kv_heads, mixture = (options.get(name, WHAT[name][0]) for name in ("kv_heads", "mixture"))
-    others = elsewhere(ranks, first["tp"], kv_heads, mixture)
-    drawn = [{name: row.get(name, draw.choice(WHERE[name])) for name in WHERE} for row in draw.choices(others, k=100)]
-    then = max(drawn, key=lambda choice: sum(choice[name] != first[name] for name in WHERE))
-    name = f"{told(options)}, {options.get('train', SGD).optimizer}; then {told(then)}"
-    return Case(name, run_of(options), run_of({**options, **then}))
-
-
-@functools.cache
-def elsewhere(ranks: int, tp: int, kv_heads: int, mixture: str) -> list[dict[str, Any]]:
-    """All choices of such a model, with another tp."""
-    others = [row for row in rows(ranks) if row["tp"] != tp and row["kv_heads"] == kv_heads]
-    return [row for row in others if shared(mixture, row)]
-
-
-def run_of(options: dict[str, Any]) -> Config:
-    """The run of these options. In a pipeline the few blocks are strewn over the stages: some have none, maybe the
-    first or the last.
+def run_of(choice: Choice) -> Config:
+    """The run of a choice, what it does not name as usual. In a pipeline the few blocks are strewn over the stages:
+    some have none, maybe the first or the last.
     """
-    settings = {name: value for name, value in options.items() if name not in ("pipeline", "context", "mixture")}
-    settings |= MIXTURES[options.get("mixture", "dense")]
-    pp, name, *virtual = options.get("pipeline", "1 1f1b").split()
-    cp, method, order = options.get("context", "1 ring zigzag").split()
-    settings |= {"pp": int(pp), "schedule": name, "virtual": int(*virtual)}
-    cfg = config(cp=int(cp), attention=method, order=order, **settings)
+    settings = {name: value for name, value in choice.items() if name != "mixture"}
+    cfg = config(**settings, **MIXTURES[choice.get("mixture", "dense")])
     if cfg.mesh.pp == 1:
         return cfg
     stages = pipeline_plan(cfg).stages
@@ -201,89 +229,43 @@ def run_of(options: dict[str, Any]) -> Config:
     return replace(cfg, parallel=replace(cfg.parallel, stage_layers=layers))
 
 
-def told(options: dict[str, Any]) -> str:
-    """Options in a few words, those that are usual left out."""
+def told(choice: Choice) -> str:
+    """A choice in a few words, what is usual left out."""
     usual = {name: values[0] for name, values in (WHERE | WHAT).items()}
-    chosen = {name: value for name, value in options.items() if name in ("dp", "data") or value != usual.get(name)}
-    return ", ".join(f"{name} {value}" for name, value in chosen.items() if name != "train")
+    words = {name: value for name, value in choice.items() if name == "data" or value != usual[name]}
+    if "train" in words:
+        words["train"] = words["train"].optimizer if words["train"].clip else "unclipped"
+    return ", ".join(f"{name} {value}" for name, value in words.items())
 
 
-def covering(options: dict[str, Sequence[Any]], together: int, of_axes: int, ranks: int) -> list[dict[str, Any]]:
-    """A short list of choices in which any `together` options, and any `of_axes` of AXES, occur with all combinations
-    of their values that there are on so many ranks.
-
-    Greedy: for the first combination that has not occurred, some choices that have it are drawn, and the one is taken
-    with most combinations that have not occurred.
-    """
-    draw, all_rows = random.Random(0), rows(ranks)
-    having = {
-        name: {value: {i for i, row in enumerate(all_rows) if row[name] == value} for value in values}
-        for name, values in options.items()
-        if name not in FREE
-    }  # the numbers of rows
-    having["mixture"] = {mixture: {i for i, row in enumerate(all_rows) if shared(mixture, row)} for mixture in MIXTURES}
-    missing = {names: occurring(options, names, all_rows) for names in combinations(options, together, of_axes)}
-    taken = []
-    while missing:
-        names, values = next((names, next(iter(left))) for names, left in missing.items())
-        wanted = dict(zip(names, values, strict=True))
-        fitting = [having[name][value] for name, value in wanted.items() if name in having]
-        numbers = sorted(set.intersection(*fitting)) if fitting else range(len(all_rows))
-        drawn = []
-        for i in draw.choices(numbers, k=20):
-            free = options | {"mixture": [mixture for mixture in options["mixture"] if i in having["mixture"][mixture]]}
-            known = all_rows[i] | {name: draw.choice(free[name]) for name in FREE} | wanted
-            drawn.append({name: known[name] for name in options})
-        taken.append(max(drawn, key=lambda choice: sum(_of(choice, names) in left for names, left in missing.items())))
-        for names, left in list(missing.items()):
-            left.pop(_of(taken[-1], names), None)
-            if not left:
-                del missing[names]
-    return taken
-
-
-def occurring(options: dict[str, Sequence[Any]], names: Iterable[str], all_rows: list[dict[str, Any]]) -> dict:
-    """All combinations of values that these options have together, in order."""
-    limited, free = [[name for name in names if (name in FREE) == kind] for kind in (False, True)]
-    needed = [*limited, *(("ep", "tp", "sequence") if "mixture" in free else ())]
-    found = {}
-    for values in dict.fromkeys(_of(row, needed) for row in all_rows):
-        for others in itertools.product(*(options[name] for name in free)):
-            known = dict(zip([*needed, *free], [*values, *others], strict=True))
-            if "mixture" not in known or shared(known["mixture"], known):
-                found[_of(known, names)] = None
-    return found
-
-
-def _of(choice: dict[str, Any], names: Iterable[str]) -> tuple[Any, ...]:
-    return tuple([choice[name] for name in names])
-
-
-def combinations(options: Iterable[str], together: int, of_axes: int) -> list[tuple[str, ...]]:
-    """Those that count, each once."""
-    axes = [name for name in options if name in AXES]
-    return list(dict.fromkeys([*itertools.combinations(options, together), *itertools.combinations(axes, of_axes)]))
+# -- the table ---------------------------------------------------------------------------------------------------------
 
 
 def main() -> int:
     """The cases, a line each; 1 if one misses or fails."""
-    pool, failed, chosen = Pool(), 0, cases(together=2, of_axes=3 if "--full" in sys.argv else 0)
+    parser = argparse.ArgumentParser(prog="make parity", description="ARGS of make parity")
+    parser.add_argument("--seed", type=int, default=0, help="of the choices")
+    parser.add_argument("--full", action="store_true", help="any three options of where a run is computed, too")
+    chosen = parser.parse_args()
+    tried = cases(chosen.seed, full=chosen.full)
+    pool, failed, began = Pool(), 0, time.perf_counter()
     judge = Judge(pool, documents())
-    width = max(len(each.name) for each in chosen)
-    print(f"{'share of the error that is allowed':<{width}}{''.join(f'{kind:>10}' for kind in (*KINDS, 'resumed'))}")
-    for each in chosen:
+    shapes = Counter(tuple(getattr(each.first.mesh, axis) for axis in AXES) for each in tried)
+    print(f"seed {chosen.seed}: {len(tried)} runs, {len(shapes)} meshes, each {min(shapes.values())} times or more")
+    print("".join(f"{kind:>10}" for kind in (*KINDS, "resumed")) + "  as a share of the error that is allowed, of")
+    for each in tried:
         try:
             worst = judge.judge(each)
         except Exception as failure:  # the others still run
             failed += 1
-            print(f"{each.name:<{width}}  failed: {str(failure).strip().splitlines()[-1]}", flush=True)
+            print(f"{'failed':>50}  {each.name}: {str(failure).strip().splitlines()[-1]}", flush=True)
             continue
         missed = max(worst.values()) > 1
         failed += missed
         figures = "".join(f"{worst[kind]:>10.4f}" for kind in (*KINDS, "resumed"))
-        print(f"{each.name:<{width}}{figures}{'  MISSED' if missed else ''}", flush=True)
+        print(f"{figures}  {'MISSED ' if missed else ''}{each.name}", flush=True)
     pool.close()
-    print(f"{len(chosen) - failed} passed, {failed} failed")
+    print(f"{len(tried) - failed} passed, {failed} failed, in {(time.perf_counter() - began) / 60:.0f} minutes")
     return 1 if failed else 0
 
 

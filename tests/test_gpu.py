@@ -34,7 +34,7 @@ CUT = [{"tp": 2}, {"tp": 4, "sequence": True}, SHARDED | {"fsdp": 2, "tp": 2, "s
 DATA = [{"dp": 1}, {"dp": 2}, {"dp": 3}, SHARDED | {"fsdp": 3}, SHARDED | {"dp": 2, "fsdp": 2, "prefetch": 2}]
 
 
-PIPED = [{"pp": 2, "schedule": "zbv", "stage_layers": (1, 0, 1, 1)}, SHARDED | {"pp": 2, "fsdp": 2, "tied": True}]
+PIPED = [{"pp": 2, "schedule": "zbv", "stage_layers": (1, 0, 0, 1)}, SHARDED | {"pp": 2, "fsdp": 2, "tied": True}]
 
 
 ROWS = [{"cp": 2}, {"cp": 2, "tp": 2, "sequence": True, "attention": "ulysses"}]

@@ -94,8 +94,8 @@ def drops_by_own_slots():
 OF_EXPERTS = {  # with a mesh on which they are faults, and a mixture
     "experts divided by ep": (experts_divided, {"dp": 2, "ep": 2, "mixture": "softmax 2 of 12"}),
     "router not summed": (router_not_summed, {"tp": 2, "sequence": True, "mixture": "softmax 2 of 12"}),
-    "balance by own counts": (balance_by_own_counts, {"context": "2 ring zigzag", "mixture": "softmax 2 of 12"}),
-    "drops by own slots": (drops_by_own_slots, {"context": "2 ring zigzag", "mixture": "softmax 1 of 8, capacity"}),
+    "balance by own counts": (balance_by_own_counts, {"cp": 2, "mixture": "softmax 2 of 12"}),
+    "drops by own slots": (drops_by_own_slots, {"cp": 2, "mixture": "softmax 1 of 8, capacity"}),
     "losses of each microbatch": (
         lambda: mock.patch.object(Batch, "of", lambda batch, counts: batch),
         {"dp": 2, "ep": 2, "microbatches": 3, "mixture": "softmax 2 of 12"},

@@ -202,7 +202,8 @@ def whole_run(run: Runtime, cfg: Config) -> None:
 def test_a_run_tells_of_its_experts_and_writes_the_same_text_on_any_mesh(pool, tmp_path: Path):
     train = replace(parity.ADAMW, steps=3, sample=12, prompt="\x01", evaluate_every=2)
     one = replace(
-        parity.config(**BIASED | {"pattern": "dmm", "capacity": 1.0}, train=train), watch=WatchConfig(journal=False)
+        parity.config(**BIASED | {"layers": 3, "pattern": "dmm", "capacity": 1.0}, train=train),
+        watch=WatchConfig(journal=False),
     )
     parallel = ParallelConfig(attention="ring", sequence=True)
     texts, records = [], []

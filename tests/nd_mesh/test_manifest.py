@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 import numpy as np
 
 from nd_mesh import loop, manifest
-from nd_mesh.config import validated
+from nd_mesh.config import Config, MeshConfig, validated
 from tests.nd_mesh.runs import config, stream
 
 
@@ -26,6 +26,38 @@ def test_content(pool, tmp_path):
     assert set(told["versions"]) == {"python", "torch", "numpy", "ndparallel"} and all(told["versions"].values())
     assert told["commit"] and told["started"].endswith("+00:00")
     assert asdict(cfg).keys() == told["config"].keys()
+    assert list(told["groups"]) == ["dense"] and told["groups"]["dense"]["dp"] == [[0, 1, 2]]
+
+
+def write_groups(run, sizes, path):
+    if run.rank == 0:
+        path.write_text(json.dumps(manifest.of(Config(mesh=sizes), run, stream())))
+
+
+def test_groups_of_both_views(pool, tmp_path):
+    """By name, as lists of ranks; uncut axes too, whose groups are of one rank."""
+    pool.run(8, write_groups, MeshConfig(pp=2, fsdp=2, tp=2, ep=2), tmp_path / "manifest.json")
+    told = json.loads((tmp_path / "manifest.json").read_text())
+    pairs = [[0, 2], [1, 3], [4, 6], [5, 7]]
+    alone = [[rank] for rank in range(8)]
+    assert told["groups"] == {
+        "dense": {
+            "pp": [[0, 4], [1, 5], [2, 6], [3, 7]],
+            "dp": alone,
+            "fsdp": pairs,
+            "cp": alone,
+            "tp": [[0, 1], [2, 3], [4, 5], [6, 7]],
+            **{"batch": pairs, "shard": pairs, "data": pairs},
+            "row": [[0, 1], [2, 3], [4, 5], [6, 7]],
+            "tokens": [[0, 2, 4, 6], [1, 3, 5, 7]],
+        },
+        "expert": {
+            "ep": pairs,
+            "ep_tp": [[0, 1, 2, 3], [4, 5, 6, 7]],
+            **{"expert_data": alone, "expert_shard": alone, "expert_replicas": alone},
+        },
+    }
+    assert told["ranks"]["6"] == {"pp": 1, "dp": 0, "fsdp": 1, "cp": 0, "tp": 0, "expert_data": 0, "ep": 1}
 
 
 def test_data_hash():

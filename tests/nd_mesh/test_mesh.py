@@ -55,6 +55,67 @@ def test_rank_map():
     ]
 
 
+def test_a_long_rank_map_is_shortened():
+    sizes = MeshConfig(pp=2, dp=2, cp=3, tp=2, ep=3)
+    shortened = ["rank   0  pp 0  dp 0  cp 0  tp 0  ep 0", "rank   1  pp 0  dp 0  cp 0  tp 1  ep 0"]
+    shortened += ["rank   2  pp 0  dp 0  cp 1  tp 0  ep 1", "…", "rank  23  pp 1  dp 1  cp 2  tp 1  ep 2"]
+    assert Grid(sizes).rank_map().splitlines() == shortened
+    assert len(Grid(sizes).rank_map(whole=24).splitlines()) == 24
+
+
+def test_both_views_of_8_ranks():
+    grid = Grid(MeshConfig(pp=2, fsdp=2, tp=2, ep=2))
+    assert grid.listing(GROUPS) == [
+        "pp                        (0 4) (1 5) (2 6) (3 7)",
+        "fsdp, batch, shard, data  (0 2) (1 3) (4 6) (5 7)",
+        "tp, row                   (0 1) (2 3) (4 5) (6 7)",
+        "tokens                    (0 2 4 6) (1 3 5 7)",
+    ]
+    assert grid.listing(EXPERT_GROUPS) == [
+        "ep     (0 2) (1 3) (4 6) (5 7)",
+        "ep_tp  (0 1 2 3) (4 5 6 7)",
+    ]
+    assert grid.listing(["pp", "cp", "tp"]) == ["pp  (0 4) (1 5) (2 6) (3 7)", "tp  (0 1) (2 3) (4 5) (6 7)"]
+    assert Grid(MeshConfig()).listing(GROUPS) == []
+
+
+def test_both_views_of_24_ranks():
+    """Twelve ranks of data, dp 3 · fsdp 2 · cp 2, beside tp 2: an ep 2 is a cp, an ep 4 a cp and an fsdp. An ep 3 has
+    ranks of two dp now and then, so that what is left is cut over all that have the same experts.
+    """
+    dense = Grid(MeshConfig(dp=3, fsdp=2, cp=2, tp=2)).views()
+    assert list(dense) == ["dense"] and list(dense["dense"]) == list(GROUPS)
+    assert dense["dense"]["dp"] == [(r, r + 8, r + 16) for r in range(8)]
+    assert dense["dense"]["fsdp"][:5] == [(0, 4), (1, 5), (2, 6), (3, 7), (8, 12)]
+    assert dense["dense"]["cp"][-3:] == [(17, 19), (20, 22), (21, 23)]
+    assert dense["dense"]["row"] == [(r, r + 1, r + 2, r + 3) for r in range(0, 24, 4)]
+
+    def experts(ep: int) -> dict[str, list[tuple[int, ...]]]:
+        return Grid(MeshConfig(dp=3, fsdp=2, cp=2, tp=2, ep=ep)).views()["expert"]
+
+    assert experts(2)["ep"][:4] == [(0, 2), (1, 3), (4, 6), (5, 7)]
+    assert experts(2)["expert_shard"][:4] == [(0, 4), (1, 5), (2, 6), (3, 7)]
+    assert experts(2)["expert_replicas"][:2] == [(0, 8, 16), (1, 9, 17)]
+    assert experts(2)["expert_data"][:2] == [(0, 4, 8, 12, 16, 20), (1, 5, 9, 13, 17, 21)]
+    four = [(0, 2, 4, 6), (1, 3, 5, 7), (8, 10, 12, 14), (9, 11, 13, 15), (16, 18, 20, 22), (17, 19, 21, 23)]
+    assert experts(4)["ep"] == four and experts(4)["expert_shard"] == [(r,) for r in range(24)]
+    assert experts(4)["ep_tp"] == [tuple(range(8)), tuple(range(8, 16)), tuple(range(16, 24))]
+    assert experts(3)["ep"][:2] == [(0, 2, 4), (1, 3, 5)] and experts(3)["ep"][2] == (6, 8, 10)
+    assert experts(3)["expert_shard"] == experts(3)["expert_data"] == [(r, r + 6, r + 12, r + 18) for r in range(6)]
+
+
+def test_long_lists_are_shortened():
+    """Of 64 ranks as of more; 32 are told whole."""
+    assert Grid(MeshConfig(pp=2, dp=4, tp=8)).listing(AXES) == [
+        "pp  (0 32) (1 33) (2 34) … (31 63)",
+        "dp  (0 8 16 24) (1 9 17 25) (2 10 18 26) … (39 47 55 63)",
+        "tp  (0 1 2 … 7) (8 9 10 … 15) (16 17 18 … 23) … (56 57 58 … 63)",
+    ]
+    assert Grid(MeshConfig(dp=4, tp=8)).listing(["tp"]) == [
+        "tp  (0 1 2 3 4 5 6 7) (8 9 10 11 12 13 14 15) (16 17 18 19 20 21 22 23) (24 25 26 27 28 29 30 31)"
+    ]
+
+
 def factorisations(ranks: int) -> list[MeshConfig]:
     """Every mesh of this many ranks, each with every ep that its data ranks allow."""
     sizes = [s for s in itertools.product(range(1, ranks + 1), repeat=len(AXES)) if math.prod(s) == ranks]

