@@ -130,6 +130,11 @@ def test_refused_files(toml, text, words):
             2,
             "2 stages of train.microbatches=1000000000 make more than 32768 actions; use train.microbatches=16384",
         ),
+        (
+            {"mesh": {"pp": 2}, "parallel": {"reduce_each": True}},
+            2,
+            "parallel.reduce_each=true is of fsdp and zero3, not of parallel.data=auto: leave it out",
+        ),
         ({"parallel": {"virtual": -1}}, 1, "parallel.virtual=-1 must not be negative"),
         (
             {"mesh": {"dp": 2, "ep": 2}},

@@ -25,7 +25,7 @@ from tests.reference.data import IGNORED, sample, sample_count
 from tests.reference.model import loss_sum, routed_forward
 
 EXPERTS = {"experts": 4, "pattern": "dm", "expert_hidden": 12, "shared_hidden": 12, "score": "sigmoid"}
-ONE = parity.config(**EXPERTS, bias_rate=0.3, capacity=1.5, kv_heads=1, dropout=0.1)
+ONE = parity.config(**EXPERTS, bias_rate=1.0, capacity=1.5, kv_heads=1, dropout=0.1)
 MESHES = {
     "one device": (1, []),
     "copies": (2, []),
