@@ -113,7 +113,7 @@ def test_any_bytes_are_the_formulas(pool):
 def test_a_sum_by_axis_typed_by_hand():
     """Of eight ranks, none of which is there; rank 0 has the first of two stages, and a half of each matrix."""
     sizes = {"layers": 2, "width": 8, "heads": 2, "kv_heads": 2, "hidden": 12}
-    cfg = parity.config(pp=2, dp=2, tp=2, data="naive", **sizes)
+    cfg = parity.config(pp=2, dp=2, tp=2, data="naive", batch=7, **sizes)
     a = 4 * 12 * 8 * 8  # bytes of four of the seven rows, of 12 tokens and 8 channels
     # q, k, v 4·8, o 8·4, gate, up 6·8, down 8·6, two norms; 19 of 37 rows of the embedding: ten parameters
     n = 8 * (3 * 4 * 8 + 8 * 4 + 2 * 6 * 8 + 8 * 6 + 2 * 8 + 19 * 8)
