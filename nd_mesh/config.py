@@ -101,10 +101,11 @@ class TrainConfig(_Strict):
     momentum: float = 0.9  # of sgd
     clip: float = 1.0  # largest global gradient norm; 0: no limit
     dtype: Literal["float64", "float32", "bfloat16", "float16"] = "float32"  # 16 bits have masters in float32
-    nonfinite: Literal["raise", "skip"] = "raise"  # on every rank, where any has a gradient that is inf or nan
-    loss_scale: float = 2.0**16  # float16 only: the loss's first factor; it is halved, and the step left out, where
-    # gradients are not finite, so nonfinite matters where it has come down to 1
-    scale_steps: int = 2000  # good steps in a row before it is doubled
+    # what all ranks do where any has a gradient that is inf or nan. float16 leaves the step out and halves the loss's
+    # factor, which begins as loss_scale and is doubled after so many good steps in a row, and does this where it is 1
+    nonfinite: Literal["raise", "skip"] = "raise"
+    loss_scale: float = 2.0**16
+    scale_steps: int = 2000
     seed: int = 0
     timeout: float = 600.0  # seconds until a rank that waits for another gives up
     evaluate_every: int = 0  # steps; the last one is always followed by an evaluation

@@ -104,7 +104,8 @@ def supported(device: torch.device) -> str:
         has = {"float16": major >= 7, "bfloat16": torch.cuda.is_bf16_supported(including_emulation=False)}
         name = f"{torch.cuda.get_device_name(device)}, capability {major}.{minor}"
     else:
-        ops = torch.ops.mkldnn
-        has = {"float16": ops._is_mkldnn_fp16_supported(), "bfloat16": ops._is_mkldnn_bf16_supported()}
+        kinds = {"float16": "_is_mkldnn_fp16_supported", "bfloat16": "_is_mkldnn_bf16_supported"}
+        known = torch.backends.mkldnn.is_available()  # the library that knows
+        has = {kind: known and getattr(torch.ops.mkldnn, asked)() for kind, asked in kinds.items()}
         name = f"CPU with {torch.backends.cpu.get_cpu_capability()}"
     return f"{name}: products in " + ", ".join(f"{kind} {'native' if it else 'emulated'}" for kind, it in has.items())

@@ -18,6 +18,7 @@ def built(run: Runtime, version: str) -> tuple[nn.Module, masters.Masters]:
         model = nn.Sequential(nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False))
     layout.declare(model, lambda name: layout.Constant(1.0), lambda name: False)
     settings = {"weights": torch.bfloat16, "device": run.device, "average": False}
+    settings |= {} if version == "naive" else {"cap": 1}  # a bucket a weight
     handle = masters.wrap(VERSIONS[version], model, run.world, **settings)
     with torch.no_grad():
         for master in handle.parameters():
@@ -27,8 +28,8 @@ def built(run: Runtime, version: str) -> tuple[nn.Module, masters.Masters]:
 
 
 def gradients(run: Runtime, version: str) -> list:
-    """Of a weight with which each rank sees 256 once and 1 twice, rank 0 one more when sums are under way; and of one
-    that rank 1 does not use.
+    """Of a weight with which each rank sees 256 once and 1 twice, and of one that rank 1 does not use. Rank 0 sees
+    another 1 with both, when sums are under way.
     """
     model, handle = built(run, version)
     first, second = model
@@ -37,7 +38,8 @@ def gradients(run: Runtime, version: str) -> list:
         with torch.enable_grad() if sync else handle.no_sync():
             (second(y.detach()) + y if run.rank == 0 else y).sum().backward()
     if run.rank == 0:
-        first(torch.ones(1, 1, dtype=torch.bfloat16)).sum().backward()
+        one = torch.ones(1, 1, dtype=torch.bfloat16)
+        (first(one) + second(one)).sum().backward()
     handle.finish()
     grads = [(master.grad.dtype, master.grad.item()) for master in handle.parameters()]
     return [*grads, [param.grad for param in model.parameters()]]
@@ -48,7 +50,7 @@ def test_gradients_are_added_in_float32(pool, version):
     """In bfloat16 256 + 1 + 1 is 256, and 258 + 258 is no number at all."""
     for first, second, of_weights in pool.run(2, gradients, version):
         assert first == (torch.float32, 517.0)
-        assert second == (torch.float32, 258.0)
+        assert second == (torch.float32, 259.0)
         assert of_weights == [None, None]
 
 

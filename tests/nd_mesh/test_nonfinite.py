@@ -16,6 +16,7 @@ from collectives.agreement import Stopped
 from collectives.runtime import Runtime
 from nd_mesh import train
 from nd_mesh.config import Config
+from nd_mesh.metrics import Record, Report, read
 from nd_mesh.train import Trainer
 from tests import parity
 from tests.nd_mesh.in_16_bits import every_second
@@ -131,6 +132,14 @@ def stopped(run: Runtime, config: Config) -> tuple[str, bool]:
     with pytest.raises(Stopped) as told, an_inf(trainer, 1):
         trainer.step(BAD)
     return str(told.value), not equal(before, state(trainer))
+
+
+def test_it_is_said(tmp_path, capsys):
+    report = Report(tmp_path, 100, shown=True)
+    report.step(Record(7, 3.0, 10, math.inf, 0.1, 1.0, 1.0, 1.0, loss_scale=8.0, skipped=True))
+    assert "step 7 was left out: the gradient norm is inf at a loss scale of 8\n" in capsys.readouterr().out
+    [record] = read(tmp_path)
+    assert record["skipped"] and record["grad_norm"] == math.inf and record["loss_scale"] == 8
 
 
 # -- a fault that must show --------------------------------------------------------------------------------------------

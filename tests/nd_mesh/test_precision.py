@@ -10,6 +10,9 @@ The loss is a mean over tokens: within u. An error in u that is the same in both
 
 import pytest
 
+from collectives.runtime import Runtime
+from nd_mesh.config import Config
+from nd_mesh.sample import generate
 from tests import parity
 from tests.nd_mesh.in_16_bits import Errors, U, against_float64, every_second
 
@@ -65,6 +68,23 @@ def test_a_mesh_is_no_worse(errors, dtype, mesh):
 def test_the_losses_of_a_router_are_scaled_as_the_loss_is(pool):
     """Balance and z-loss. In float16 these tokens choose as they do in float64."""
     assert within(of_float16(pool, **ROUTED))
+
+
+def after_a_step(run: Runtime, config: Config) -> tuple[float, list[int]]:
+    """The loss of the validation stream, and a sample."""
+    trainer = parity.built(run, config, parity.documents())
+    trainer.step(0)
+    settings = {"context": parity.CONTEXT, "vocab": parity.VOCAB, "seed": 1, "rows": trainer.rows}
+    return trainer.evaluate(), generate(trainer.model, [1], 3, **settings)
+
+
+@pytest.mark.parametrize("dtype", U)
+def test_it_evaluates_and_samples(pool, dtype):
+    """Also where the last stage is elsewhere, and rows are cut."""
+    [(loss, text)] = pool.run(1, after_a_step, parity.config(dtype=dtype))
+    for settings in ({"pp": 2, "microbatches": 2}, {"cp": 2}, {"tp": 2}, {"fsdp": 2}):
+        [(first, sample), other] = pool.run(2, after_a_step, parity.config(dtype=dtype, **settings))
+        assert abs(first - loss) <= U[dtype] * loss and sample == text and other == (first, sample)
 
 
 def within(errors: Errors) -> bool:
