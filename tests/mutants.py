@@ -198,7 +198,8 @@ MUTANTS = [
         "experts' gradients are divided by ep",
         "nd_mesh/train.py",
         "self.handle.finish()",
-        "self.handle.finish(), [p.grad.div_(self.mesh.size('ep')) for p in self.handle.parameters() if '.exp' in p.held.name]",
+        "self.handle.finish(), [p.grad.div_(self.mesh.size('ep')) for p in self.handle.parameters()"
+        " if p.held.family == 'expert']",
     ),
     Mutant(
         "balance by the choices of own slots",
@@ -266,7 +267,7 @@ MUTANTS = [
         "routers' biases are not restored",
         "nd_mesh/train.py",
         "self.optimizer, self._biases())",
-        "self.optimizer)",
+        "self.optimizer, {k: [(box, bias.clone()) for box, bias in v] for k, v in self._biases().items()})",
     ),
     Mutant(
         "resumed a global batch too early",
