@@ -18,6 +18,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from textwrap import shorten
 from typing import Any, NamedTuple
 
 from nd_mesh.config import Config
@@ -27,6 +28,7 @@ from tests.parity import Case, Judge, documents
 from tests.pool import Pool, RankFailed, RankHung
 
 PATIENCE = 30  # seconds of a run's half
+WIDTH = 60  # of what is said of an error
 IN_THE_COPY = "in-the-copy"  # the argument of the process that runs there
 
 
@@ -196,7 +198,8 @@ MUTANTS = [
         "experts' gradients are divided by ep",
         "nd_mesh/train.py",
         "self.handle.finish()",
-        "self.handle.finish(), [p.grad.div_(self.mesh.size('ep')) for p in self.handle.parameters() if 'experts' in p.held.name]",
+        "self.handle.finish(), [p.grad.div_(self.mesh.size('ep')) for p in self.handle.parameters()"
+        " if p.held.family == 'expert']",
     ),
     Mutant(
         "balance by the choices of own slots",
@@ -264,7 +267,7 @@ MUTANTS = [
         "routers' biases are not restored",
         "nd_mesh/train.py",
         "self.optimizer, self._biases())",
-        "self.optimizer)",
+        "self.optimizer, {k: [(box, bias.clone()) for box, bias in v] for k, v in self._biases().items()})",
     ),
     Mutant(
         "resumed a global batch too early",
@@ -308,9 +311,9 @@ def missed(judge: Judge, case: Case) -> str:
     except RankHung:
         return f"hangs for {PATIENCE} s"
     except RankFailed as failure:
-        return str(failure).strip().splitlines()[-1]
+        return shorten(str(failure).strip().splitlines()[-1], WIDTH)
     except AssertionError as failure:
-        return str(failure)
+        return shorten(str(failure), WIDTH)
     return next((f"{kind} {share:.0e}" for kind, share in worst.items() if share > 1), "")
 
 
