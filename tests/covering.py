@@ -30,7 +30,7 @@ class Space:
         self.bases, self.free = list(bases), dict(free)
         self.parts = [[part(base) for part in parts] for base in self.bases]  # of each base
         self.lists = {id(choices): choices for of_base in self.parts for choices in of_base}
-        first = [set(self.bases[0]), *(set(choices[0]) for choices in self.parts[0])]
+        first = [self.bases[0], *(choices[0] for choices in self.parts[0])]
         self.names = [name for names in (*first, self.free) for name in names]
         self.having: dict[tuple[str, Any], set[int]] = defaultdict(set)  # the bases with that value
         for i, base in enumerate(self.bases):

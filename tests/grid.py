@@ -64,6 +64,7 @@ WHAT = {
 }
 AXES = ("pp", "dp", "fsdp", "cp", "tp")
 STRONG = (*AXES, "ep", "data", "schedule")  # any three of these are tried together
+TOGETHER = (("cp", "attention", "kv_heads"),)  # these too: ranks that exchange heads share KV heads, or copy them
 FREE = ("recompute", "microbatches", "dropout", "tied", "train")  # whatever the others are
 TIMES, RUNS = 5, 1000  # how often each mesh is tried at least, and how many runs there are at least
 RANKS = 8
@@ -171,8 +172,8 @@ def cases(seed: int = 0, ranks: int = RANKS, *, full: bool = False) -> list[Case
     """The whole grid; full: with any three options of WHERE too."""
     draw, options = random.Random(seed), space(ranks)
     three = WHERE if full else STRONG
-    groups = dict.fromkeys([*itertools.combinations(three, 3), *itertools.combinations(options.names, 2)])
-    chosen = [*cover(options, groups, cost, draw)]
+    groups = [*itertools.combinations(three, 3), *itertools.combinations(options.names, 2), *TOGETHER]
+    chosen = [*cover(options, dict.fromkeys(groups), cost, draw)]
     shapes = sorted({shape(base) for base in options.bases})
     times = Counter(map(shape, chosen))
     for round_ in itertools.count(1):
@@ -186,9 +187,11 @@ def cases(seed: int = 0, ranks: int = RANKS, *, full: bool = False) -> list[Case
 
 
 def subset(ranks: int, together: int, seed: int = 0) -> list[Case]:
-    """Cases on at most so many ranks in which any `together` options occur in all combinations of their values."""
+    """Cases on at most so many ranks in which any `together` options occur in all combinations of their values, and
+    those of TOGETHER where it is more than one.
+    """
     draw, options = random.Random(seed), space(ranks)
-    groups = itertools.combinations(options.names, together)
+    groups = [*itertools.combinations(options.names, together), *(TOGETHER if together > 1 else ())]
     return [case(choice, draw, ranks) for choice in cover(options, groups, cost, draw)]
 
 

@@ -54,8 +54,8 @@ MUTANTS = [
     Mutant(
         "a mean of the means of microbatches",
         "nd_mesh/train.py",
-        "self.model.loss(hidden, labels) / count.clamp(min=1)",
-        "self.model.loss(hidden, labels) / (labels != IGNORE).sum().clamp(min=1) / self.config.train.microbatches",
+        "* scale / count.clamp(min=1)",
+        "* scale / (labels != IGNORE).sum().clamp(min=1) / self.config.train.microbatches",
     ),
     Mutant(
         "uneven rows are lost in the deal",

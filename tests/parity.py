@@ -290,7 +290,8 @@ def numbers(step: Any, expected: Any) -> dict[str, float]:
 
     Raises AssertionError where a count or the rate is not the same.
     """
-    assert step.count == expected.count and step.lr == expected.lr, (step.count, expected.count, step.lr, expected.lr)
+    right = f"{expected.count} tokens at a rate of {expected.lr}"
+    assert step.count == expected.count and step.lr == expected.lr, f"{step.count} at {step.lr}, not {right}"
     check_equal(step, expected, "tokens")
     check_equal(step, expected, "dropped")
     losses = [(step.loss, expected.loss)]

@@ -15,7 +15,7 @@ README = Path(__file__).parents[2] / "nd_mesh" / "README.md"
 RING, ALL_GATHER = {"cp": 2}, {"cp": 2, "attention": "all_gather"}
 PIPELINES = [{"pp": 2, "schedule": name} for name in ("layer_wise", "gpipe", "1f1b", "zb_h1")]
 PIPELINES += [
-    {"pp": 2, "schedule": name, "stage_layers": (1, 0, 1, 1)} for name in ("interleaved", "zbv", "dualpipe_v")
+    {"pp": 2, "schedule": name, "stage_layers": (1, 0, 0, 1)} for name in ("interleaved", "zbv", "dualpipe_v")
 ]
 # What each name of the table means, in all its ways.
 WAYS: dict[str, list[dict[str, Any]]] = {

@@ -225,7 +225,7 @@ def described(run: Runtime, cfg: Config) -> list[list[str]]:
 def test_a_run_tells_groups_and_what_leaves_a_node(pool):
     cfg = replace(parity.config(), mesh=MeshConfig(dp=2, tp=2))
     four, two, one, unknown = pool.run(4, described, cfg)[0]
-    assert four[1].splitlines()[3] == "rank   3  dp 1  tp 1" and four[2:4] == ["dp  (0 2) (1 3)", "tp  (0 1) (2 3)"]
+    assert four[2].splitlines()[3] == "rank   3  dp 1  tp 1" and four[3:5] == ["dp  (0 2) (1 3)", "tp  (0 1) (2 3)"]
     assert four == two == unknown and not any("warning" in line for line in four)
     [warning] = [line for line in one if line not in four]
     assert re.fullmatch(

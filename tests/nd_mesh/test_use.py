@@ -39,7 +39,7 @@ MESHES = {
     "pp, tp and sequences": (4, ["--mesh.pp", "2", "--mesh.tp", "2", "--parallel.sequence", "true"]),
     "cp, fsdp, ep": (4, ["--mesh.cp", "2", "--mesh.fsdp", "2", "--mesh.ep", "4", "--parallel.order", "striped"]),
 }
-LENGTH, TEMPERATURE = 20, 0.02  # cold, so that the weights decide
+LENGTH, TEMPERATURE = 20, 0.2  # cold, so that the weights decide
 
 
 def tokens() -> np.ndarray:
