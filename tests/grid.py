@@ -14,7 +14,10 @@ import random
 import sys
 import time
 from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from typing import NoReturn
 
 from context_parallel.ulysses import sharing
 from nd_mesh.config import Config, pipeline_plan
@@ -65,7 +68,7 @@ WHAT = {
 AXES = ("pp", "dp", "fsdp", "cp", "tp")
 STRONG = (*AXES, "ep", "data", "schedule")  # any three of these are tried together
 TOGETHER = (("cp", "attention", "kv_heads"),)  # these too: ranks that exchange heads share KV heads, or copy them
-FREE = ("recompute", "microbatches", "dropout", "tied", "train")  # whatever the others are
+FREE = ("recompute", "dropout", "tied", "train")  # whatever the others are
 TIMES, RUNS = 5, 1000  # how often each mesh is tried at least, and how many runs there are at least
 RANKS = 8
 
@@ -101,16 +104,20 @@ def possible(base: Choice) -> bool:
 
 
 def pipelines(base: Choice) -> list[Choice]:
-    """Schedules of so many ranks, and the stages that a rank may have."""
+    """Schedules of so many ranks, the stages that a rank may have, and microbatches: a pipeline wants more."""
     return _pipelines(base["pp"])
 
 
 @functools.cache
 def _pipelines(pp: int) -> list[Choice]:
-    if pp == 1:
-        return [{"schedule": "1f1b", "virtual": 0}]
-    pairs = itertools.product(WHERE["schedule"], WHERE["virtual"][1:])
-    return [{"schedule": name, "virtual": virtual} for name, virtual in pairs if _has(name, virtual)]
+    pairs = [*itertools.product(WHERE["schedule"], WHERE["virtual"][1:])] if pp > 1 else [("1f1b", 0)]
+    return [
+        {"schedule": name, "virtual": virtual, "microbatches": microbatches}
+        for name, virtual in pairs
+        if virtual == 0 or _has(name, virtual)
+        for microbatches in WHERE["microbatches"]
+        if microbatches < 4 or pp > 1
+    ]
 
 
 def _has(name: str, virtual: int) -> bool:
@@ -176,13 +183,13 @@ def cases(seed: int = 0, ranks: int = RANKS, *, full: bool = False) -> list[Case
     chosen = [*cover(options, dict.fromkeys(groups), cost, draw)]
     shapes = sorted({shape(base) for base in options.bases})
     times = Counter(map(shape, chosen))
-    for round_ in itertools.count(1):
-        if round_ > TIMES and len(chosen) >= RUNS:
-            break
-        for axes in shapes:
-            if times[axes] < round_ and (round_ <= TIMES or len(chosen) < RUNS):
-                chosen += options.draw(draw, dict(zip(AXES, axes, strict=True)), 1)
-                times[axes] += 1
+    for axes in shapes:
+        chosen += options.draw(draw, dict(zip(AXES, axes, strict=True)), max(0, TIMES - times[axes]))
+        times[axes] = max(TIMES, times[axes])
+    while len(chosen) < RUNS:  # more of those that take less
+        axes = min(shapes, key=lambda axes: times[axes] * math.prod(axes))
+        chosen += options.draw(draw, dict(zip(AXES, axes, strict=True)), 1)
+        times[axes] += 1
     return [case(choice, draw, ranks) for choice in chosen]
 
 
@@ -201,8 +208,8 @@ def shape(choice: Choice) -> tuple[int, ...]:
 
 
 def cost(choice: Choice) -> float:
-    """About how long a run takes: what each rank computes is little, so it goes by their number."""
-    return 1 + math.prod(shape(choice))
+    """About how long a run takes: each rank computes little, so it goes by their number; mixtures take longer."""
+    return (1 + math.prod(shape(choice))) * (1 if choice["mixture"] == "dense" else 1.25)
 
 
 def case(choice: Choice, draw: random.Random, ranks: int = RANKS) -> Case:
@@ -210,7 +217,8 @@ def case(choice: Choice, draw: random.Random, ranks: int = RANKS) -> Case:
     known = {name: choice.get(name, values[0]) for name, values in (WHERE | WHAT).items()}
     same = {name: known[name] for name in ("kv_heads", "mixture")}
     others = [other for other in space(ranks).draw(draw, same, 60) if shape(other) != shape(known)]
-    size = draw.choice(sorted({math.prod(shape(other)) for other in others}))
+    sizes = sorted({math.prod(shape(other)) for other in others})
+    [size] = draw.choices(sizes, [1 / size for size in sizes])  # what takes less, more often
     fitting = [other for other in others if math.prod(shape(other)) == size]
     then = max(fitting, key=lambda other: sum(other[name] != known[name] for name in WHERE))
     then = known | {name: then[name] for name in WHERE}
@@ -256,20 +264,33 @@ def main() -> int:
     shapes = Counter(tuple(getattr(each.first.mesh, axis) for axis in AXES) for each in tried)
     print(f"seed {chosen.seed}: {len(tried)} runs, {len(shapes)} meshes, each {min(shapes.values())} times or more")
     print("".join(f"{kind:>10}" for kind in (*KINDS, "resumed")) + "  as a share of the error that is allowed, of")
-    for each in tried:
-        try:
-            worst = judge.judge(each)
-        except Exception as failure:  # the others still run
-            failed += 1
-            print(f"{'failed':>50}  {each.name}: {str(failure).strip().splitlines()[-1]}", flush=True)
-            continue
-        missed = max(worst.values()) > 1
-        failed += missed
-        figures = "".join(f"{worst[kind]:>10.4f}" for kind in (*KINDS, "resumed"))
-        print(f"{figures}  {'MISSED ' if missed else ''}{each.name}", flush=True)
+    with ThreadPoolExecutor(1) as comparing:  # one case is compared while the next one runs
+        for each, worst in zip(tried, _judged(judge, tried, comparing), strict=True):
+            figures = worst if isinstance(worst, str) else "".join(f"{share:>10.4f}" for share in worst.values())
+            missed = isinstance(worst, str) or max(worst.values()) > 1
+            failed += missed
+            print(f"{figures}  {'MISSED ' if missed else ''}{each.name}", flush=True)
     pool.close()
     print(f"{len(tried) - failed} passed, {failed} failed, in {(time.perf_counter() - began) / 60:.0f} minutes")
     return 1 if failed else 0
+
+
+def _judged(judge: Judge, tried: list[Case], comparing: ThreadPoolExecutor) -> Iterator[dict[str, float] | str]:
+    """Of each case what the judge says, or what went wrong; in order, each when the next one has run."""
+    before = None
+    for each in [*tried, None]:
+        try:
+            now = comparing.submit(judge.compare, each, *judge.run(each)) if each else None
+        except Exception as failure:  # the others still run
+            now = comparing.submit(_raise, failure)
+        if before is not None:
+            failure = before.exception()
+            yield str(failure).strip().splitlines()[-1] if failure else before.result()
+        before = now
+
+
+def _raise(failure: Exception) -> NoReturn:
+    raise failure
 
 
 if __name__ == "__main__":

@@ -227,13 +227,19 @@ class Judge:
         self.known: dict[Config, tuple[dict[str, Tensor], list[loop.Record]]] = {}
 
     def judge(self, case: Case) -> dict[str, float]:
-        """Train on the case's mesh, save, go on on its other one; judge every rank of both by one run of the reference.
+        """Run a case and compare it."""
+        return self.compare(case, *self.run(case))
 
-        The worst share of each kind, and as "resumed" the worst of any kind after it.
-        """
+    def run(self, case: Case) -> tuple[list[Any], list[Any]]:
+        """Train on the case's mesh, save, go on on its other one: what each rank of both has."""
         with tempfile.TemporaryDirectory() as folder:
             ranks = self._run(pieces, case.first, STEPS, Path(folder))
-            resumed = self._run(go_on, case.then, MORE, Path(folder))
+            return ranks, self._run(go_on, case.then, MORE, Path(folder))
+
+    def compare(self, case: Case, ranks: list[Any], resumed: list[Any]) -> dict[str, float]:
+        """Every rank of both against one run of the reference. The worst share of each kind, and as "resumed" the worst
+        of any kind after it.
+        """
         initial, done = together(ranks)
         one = replace(case.first, mesh=MeshConfig(), parallel=ParallelConfig())
         one = replace(one, train=replace(one.train, microbatches=1))
