@@ -85,7 +85,7 @@ def test_counts():
 
 
 def test_a_batch_of_the_whole_has_its_numbers():
-    places = batch().of(torch.tensor([7, 5, 90])).where.sequences
+    places = batch().of(torch.tensor([7, 5, 90]), 1.0).where.sequences
     assert (int(places.rows), int(places.tokens)) == (5, 90)
 
 

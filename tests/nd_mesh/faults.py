@@ -97,7 +97,7 @@ OF_EXPERTS = {  # with a mesh on which they are faults, and a mixture
     "balance by own counts": (balance_by_own_counts, {"cp": 2, "mixture": "softmax 2 of 12"}),
     "drops by own slots": (drops_by_own_slots, {"cp": 2, "mixture": "softmax 1 of 8, capacity"}),
     "losses of each microbatch": (
-        lambda: mock.patch.object(Batch, "of", lambda batch, counts: batch),
+        lambda: mock.patch.object(Batch, "of", lambda batch, counts, scale: batch),
         {"dp": 2, "ep": 2, "microbatches": 3, "mixture": "softmax 2 of 12"},
     ),
 }

@@ -136,7 +136,7 @@ FAULTS = {  # what it is: file, what is there, what is put there, and the test
         halves("same in series"),
     ),
     "W keeps what autograd hands out": (
-        *("backward", "torch.empty_like(weight).copy_(grad)", "grad"),
+        *("backward", "torch.empty_like(weight, dtype=weight.grad_dtype).copy_(grad)", "grad"),
         lambda: backward.test_halves_of_several_microbatches_add_up_in_any_order("a weight that is a sum"),
     ),
     "an output of weights alone is forgotten": (
