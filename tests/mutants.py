@@ -239,10 +239,10 @@ MUTANTS = [
     ),
     # pipelines, recomputation
     Mutant(
-        "W of the first microbatch is left out",
+        "W of the second microbatch is left out",
         "pipeline/run.py",
         "self.live.pop((stage, m)).weights.run()",
-        "m and self.live.pop((stage, m)).weights.run()",
+        "(live := self.live.pop((stage, m))) and m != 1 and live.weights.run()",
     ),
     Mutant(
         "W replaces what others have added",

@@ -65,6 +65,12 @@ def test_every_mesh_is_tried_five_times(tried):
     assert len(tried) >= 1000
 
 
+def test_a_mesh_that_the_options_bring_too_seldom_is_tried_again(monkeypatch):
+    monkeypatch.setattr(grid, "TIMES", 12)
+    shapes = Counter(tuple(getattr(case.first.mesh, axis) for axis in grid.AXES) for case in grid.cases())
+    assert min(shapes.values()) == 12
+
+
 def test_every_run_goes_on_elsewhere(tried):
     def sizes(config):
         return tuple(getattr(config.mesh, axis) for axis in grid.AXES)
