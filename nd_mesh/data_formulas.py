@@ -53,9 +53,9 @@ def families(part: Part) -> list[tuple[Group, Weights]]:
     return [(part.group("data"), dense), *([(part.group("expert_data"), rest)] if rest else [])]
 
 
-def nbytes(weights: Weights) -> int:
-    """n, without padding."""
-    return sum(weight.nbytes for weight in weights.values())
+def summed(part: Part, weights: Weights) -> int:
+    """n of gradients, without padding."""
+    return part.g * sum(weight.numel() for weight in weights.values())
 
 
 def turns(part: Part, units: Mapping[int, Sequence[str]]) -> Counter[tuple[str, str]]:
@@ -73,7 +73,7 @@ def buffers(part: Part, groups: Sequence[Group], without: Sequence[Group] = ()) 
     also over the groups of units that have none.
     """
     biased = part.config.model.bias_rate > 0
-    n = part.e * part.config.model.experts * len(list(filter(part.mixes, part.layers))) * biased
+    n = part.g * part.config.model.experts * len(list(filter(part.mixes, part.layers))) * biased
     yield from (broadcast(group, n, "buffers") for group in groups)
     yield from (all_reduce(group, 16 * (n > 0), "buffers") for group in (*groups, *without))
 
@@ -83,14 +83,14 @@ def buffers(part: Part, groups: Sequence[Group], without: Sequence[Group] = ()) 
 
 def naive(part: Part, group: Group, weights: Weights) -> Iterator[Term]:
     """2n(P-1)/P, and 8 bytes a parameter."""
-    yield all_reduce(group, nbytes(weights), "gradients")
+    yield all_reduce(group, summed(part, weights), "gradients")
     yield all_reduce(group, 8 * len(weights), "used parameters")
 
 
 def bucketed(part: Part, group: Group, weights: Weights) -> Iterator[Term]:
     """2n(P-1)/P, overlapped or not; two numbers a parameter ride on the last bucket."""
-    yield all_reduce(group, nbytes(weights), "gradients")
-    yield all_reduce(group, 2 * part.e * len(weights), "used parameters")
+    yield all_reduce(group, summed(part, weights), "gradients")
+    yield all_reduce(group, 2 * part.g * len(weights), "used parameters")
 
 
 # -- ZeRO --------------------------------------------------------------------------------------------------------------
@@ -99,9 +99,9 @@ def bucketed(part: Part, group: Group, weights: Weights) -> Iterator[Term]:
 def zero1(part: Part, group: Group, weights: Weights, *, times: int = 1) -> Iterator[Term]:
     """2n(P-1)/P: gradients to their owners, and after the update weights to all."""
     rows = [flat_row(part, group, bucket) for bucket in buckets(part, weights, part.config.parallel.cap)]
-    n = part.e * sum(row.padded for row in rows)
-    yield reduce_scatter(group, times * n, "gradients")
-    yield all_gather(group, n, "weights")
+    n = sum(row.padded for row in rows)
+    yield reduce_scatter(group, times * part.g * n, "gradients")
+    yield all_gather(group, part.e * n, "weights")
     yield all_reduce(group, 8 * (len(weights) + len(rows)), "used parameters")
 
 
@@ -119,9 +119,9 @@ def zero3(part: Part, group: Group, weights: Weights) -> Iterator[Term]:
     count = 0
     for name, members in inside.items():
         rows = [flat_row(part, group, bucket) for bucket in buckets(part, members, WHOLE)]
-        n, count = part.e * sum(row.padded for row in rows), count + len(rows)
-        yield all_gather(group, (told["unshard", name] if part.plan else 2 * k) * n, "weights")
-        yield reduce_scatter(group, (told["reduce", name] if part.plan else k) * n, "gradients")
+        n, count = sum(row.padded for row in rows), count + len(rows)
+        yield all_gather(group, (told["unshard", name] if part.plan else 2 * k) * part.e * n, "weights")
+        yield reduce_scatter(group, (told["reduce", name] if part.plan else k) * part.g * n, "gradients")
     *most, _ = zero2(part, group, kept)
     yield from most
     count += len(buckets(part, kept, part.config.parallel.cap))
@@ -181,10 +181,10 @@ class Unit(NamedTuple):
 def fsdp(part: Part) -> Iterator[Term]:
     """n_b(2k+1)(s-1)/s of the blocks, n_r(k+1)(s-1)/s of the root, and 2(n/s)(r-1)/r over the replicas."""
     for unit in units(part):
-        slot = part.e * unit.slot(ALIGN // part.e)
-        yield all_gather(unit.shards, unit.gathers * len(unit.shards) * slot, "weights")
-        yield reduce_scatter(unit.shards, unit.reductions * len(unit.shards) * slot, "gradients")
-        yield all_reduce(unit.replicas, unit.reductions * slot, "gradients of replicas")
+        slot = unit.slot(1 if part.mixed else ALIGN // part.e)
+        yield all_gather(unit.shards, unit.gathers * len(unit.shards) * part.e * slot, "weights")
+        yield reduce_scatter(unit.shards, unit.reductions * len(unit.shards) * part.g * slot, "gradients")
+        yield all_reduce(unit.replicas, unit.reductions * part.g * slot, "gradients of replicas")
         for group in (unit.shards, unit.replicas):
             yield all_reduce(group, 8 * (len(unit.cuts) + 1), "used parameters")
 

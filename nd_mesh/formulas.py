@@ -44,7 +44,7 @@ def partial_sums(part: Part) -> Iterator[Term]:
     left = pieces(part)
     for name in part.weights:
         for what, group in part.sums(name).items():
-            yield all_reduce(group, part.e * (left[name] + 1), what)
+            yield all_reduce(group, part.g * (left[name] + 1), what)
 
 
 # -- tensor parallelism ------------------------------------------------------------------------------------------------
@@ -82,7 +82,7 @@ def tensor(part: Part) -> Iterator[Term]:
     if part.last_stage in part.stages:
         head = Region(1 + again, 1) if parallel.sequence else Region(reduces=1)
         yield from head.times(group, a, "head")
-        yield all_reduce(group, 3 * a // part.config.model.width, "loss of tokens")
+        yield all_reduce(group, 3 * part.g * sum(part.rows) * part.tokens, "loss of tokens")
 
 
 def attention_region(part: Part) -> Region:
@@ -124,23 +124,27 @@ def context(part: Part) -> Iterator[Term]:
 
 
 def ring(part: Part, again: int) -> Iterator[Term]:
-    """(6P-4)b: forward k and v, 2(P-1)b; backward these, and dk and dv, which need a hop more to come home, 2P·b."""
-    group = part.group("cp")
-    yield exchanged(group, part.keys(), again)
+    """(6P-4)b: forward k and v, 2(P-1)b; backward these, and dk and dv, which need a hop more to come home, 2P·b, in
+    float32 where b is of 16 bits.
+    """
+    yield exchanged(part, part.group("cp"), part.keys(), again)
 
 
-def exchanged(group: Group, b: int, again: int) -> Term:
+def exchanged(part: Part, group: Group, b: int, again: int) -> Term:
     """Those (6P-4)b, and 2(P-1)b where forward runs again."""
-    hops = (6 * len(group) - 4 if len(group) > 1 else 0) + 2 * (len(group) - 1) * again
-    return Term(group, "exchange", "keys and values", Fraction(hops * b))
+    p = len(group)
+    nbytes = 2 * (p - 1) * (2 + again) * b + 2 * p * (b // part.e * part.g) if p > 1 else 0
+    return Term(group, "exchange", "keys and values", Fraction(nbytes))
 
 
 def gathered(part: Part, again: int) -> Iterator[Term]:
-    """2(P-1)b to gather k and v, again in backward if they are not kept, and as much to scatter dk and dv."""
+    """2(P-1)b to gather k and v, again in backward if they are not kept, and as much to scatter dk and dv; these in
+    float32 where b is of 16 bits.
+    """
     group, kept = part.group("cp"), part.config.parallel.save_gathered
     whole = 2 * len(group) * part.keys()
     yield all_gather(group, whole * (2 - kept + again), "keys and values")
-    yield reduce_scatter(group, whole, "keys and values")
+    yield reduce_scatter(group, whole // part.e * part.g, "keys and values")
 
 
 def ulysses(part: Part, again: int) -> Iterator[Term]:
@@ -159,7 +163,7 @@ def ring_ulysses(part: Part, again: int) -> Iterator[Term]:
     cp, u = part.group("cp"), part.config.parallel.ulysses
     place = cp.index(part.rank)
     yield heads(part, cp[place - place % u :][:u], again)
-    yield exchanged(cp[place % u :: u], part.keys(u), again)
+    yield exchanged(part, cp[place % u :: u], part.keys(u), again)
 
 
 METHODS: dict[str, Callable[[Part, int], Iterator[Term]]] = {

@@ -85,8 +85,7 @@ def _steps(trainer: Trainer, report: metrics.Report, checkpoints: Checkpoints, f
     for step in range(first, train.steps):
         with watching(*([sent] if step == first else [])):  # to count takes time
             report.step(record := trainer.step(step))
-        # of 16 bits weights, gradients and streams have other sizes, of which the formulas know one
-        if step == first and trainer.run.size > 1 and not Precision.of(train.dtype).mixed:
+        if step == first and trainer.run.size > 1:
             report.say(traffic.told(sent, trainer.config, trainer.run))
         if _due(train.evaluate_every, record.step) or record.step == train.steps:
             report.evaluation(record.step, trainer.evaluate())

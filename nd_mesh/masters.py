@@ -52,7 +52,8 @@ class Masters(Replica):
     @torch.no_grad()
     def after_step(self) -> None:
         """After the optimizer: the weights are the masters, rounded."""
-        torch._foreach_copy_(self.params, self.masters)
+        if self.params:  # a pipeline's rank may have none
+            torch._foreach_copy_(self.params, self.masters)
 
     def after_load(self) -> None:
         """After the masters were given values: the same."""

@@ -15,7 +15,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch.distributed as dist
+from einops import rearrange
 
 from collectives.runtime import Runtime
 from nd_mesh.config import MeshConfig
@@ -63,28 +65,32 @@ class Grid:
         where["expert_data"], where["ep"] = divmod(data, self.sizes.ep)
         return where
 
-    def _place(self, rank: int) -> dict[str, int]:
-        where = self.coordinates(rank)
-        return {axis: where[axis] for axis in AXES}
+    def _expert_sizes(self) -> dict[str, int]:
+        """Those of the axes of the expert view."""
+        sizes = self.sizes
+        within, data = sizes.fsdp * sizes.cp, sizes.dp * sizes.fsdp * sizes.cp
+        shards = (within if within % sizes.ep == 0 else data) // sizes.ep
+        replicas = data // (shards * sizes.ep)
+        return dict(zip(EXPERT_AXES, (sizes.pp, replicas, shards, sizes.ep, sizes.tp), strict=True))
 
-    def _expert_place(self, rank: int) -> dict[str, int]:
-        """Where a rank stands, by axis of the expert view."""
-        where, sizes = self.coordinates(rank), self.sizes
-        within = sizes.fsdp * sizes.cp
-        shards = (within if within % sizes.ep == 0 else sizes.dp * within) // sizes.ep
-        where["expert_replicas"], where["expert_shard"] = divmod(where["expert_data"], shards)
-        return {axis: where[axis] for axis in EXPERT_AXES}
+    def _table(self, name: str) -> np.ndarray:
+        """[groups, ranks] of that name."""
+        sizes = self._expert_sizes() if name in EXPERT_GROUPS else {axis: getattr(self.sizes, axis) for axis in AXES}
+        free = (GROUPS | EXPERT_GROUPS)[name]
+        fixed = (axis for axis in sizes if axis not in free)
+        pattern = f"({' '.join(sizes)}) -> ({' '.join(fixed)}) ({' '.join(free)})"
+        return rearrange(np.arange(self.size()), pattern, **sizes)
 
     def groups(self, name: str) -> list[tuple[int, ...]]:
         """All groups of that name (one of GROUPS or EXPERT_GROUPS), each with its ranks in ascending order, sorted by
         their first rank.
         """
-        place = self._expert_place if name in EXPERT_GROUPS else self._place
-        free = (GROUPS | EXPERT_GROUPS)[name]
-        ranks = defaultdict(list)
-        for rank in range(self.size()):
-            ranks[tuple(index for axis, index in place(rank).items() if axis not in free)].append(rank)
-        return sorted(tuple(members) for members in ranks.values())
+        return [tuple(members) for members in self._table(name).tolist()]
+
+    def group_of(self, rank: int, name: str) -> tuple[int, ...]:
+        """That of one rank."""
+        table = self._table(name)
+        return tuple(table[(table == rank).any(1)][0].tolist())
 
     def views(self) -> dict[str, dict[str, list[tuple[int, ...]]]]:
         """Every group of every name: the dense view, and where experts are shared the expert view."""

@@ -13,6 +13,7 @@ from nd_mesh.config import Config, layers_of_stages, pipeline_plan
 from nd_mesh.data import deal
 from nd_mesh.mesh import Grid
 from nd_mesh.model import GPT
+from nd_mesh.precision import Precision
 from tensor_parallel import cut
 
 STREAM = ("attend_norm", "ffn_norm", "norm", "router")  # copies over tp; with sequences each saw some tokens
@@ -32,8 +33,9 @@ class Part:
         self.rows = [len(deal(mine, train.microbatches, m)) for m in range(train.microbatches)]  # a microbatch
         folded = mesh.tp if config.parallel.sequence else 1
         self.tokens = slots(config.parallel.order, config.data.context, mesh.cp, multiple=folded).shape[1]  # T/cp
-        self.dtype = getattr(torch, config.train.dtype)
-        self.e = self.dtype.itemsize
+        precision = Precision.of(config.train.dtype)
+        self.dtype, self.mixed = precision.masters, precision.mixed
+        self.e, self.g = precision.weights.itemsize, precision.masters.itemsize  # bytes: of a weight, of a gradient
 
     # -- what it computes with -----------------------------------------------------------------------------------------
 
@@ -76,7 +78,7 @@ class Part:
 
     def group(self, name: str) -> Group:
         """Its group of that name in mesh.py."""
-        return next(ranks for ranks in self.grid.groups(name) if self.rank in ranks)
+        return self.grid.group_of(self.rank, name)
 
     @property
     def world(self) -> Group:

@@ -14,21 +14,25 @@ order, from the inside tp, cp, ep, dp, pp (`megatron/core/parallel_state.py`).
 """
 
 import math
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
-import torch
 
 from collectives.cost import LINKS, Round, Topology, of, rounds
-from nd_mesh import mistakes
+from nd_mesh import formulas, mistakes
 from nd_mesh.config import Config, ConfigError, MeshConfig
 from nd_mesh.mesh import AXES, EXPERT_GROUPS, GROUPS, Grid, group_text
+from nd_mesh.part import Part
 
 INSIDE, BETWEEN = "NVLink 4 (H100)", "InfiniBand NDR"
 
-# As what the bytes of an axis travel, to the next rank or to all at once; those of the others in all_reduces.
-_TRAVELS = {"pp": ("all_gather", "ring"), "cp": ("all_gather", "ring"), "ep": ("all_to_all", "direct")}
+# As what the bytes of an operation travel: around a ring, once or twice, or to all at once.
+_TRAVELS = {"all_reduce": ("all_reduce", "ring"), "all_to_all_single": ("all_to_all", "direct")}
+_ONCE_AROUND = ("all_gather", "ring")  # all others, which go to the next rank only
+
+Sent = Mapping[str, float]  # bytes that a rank sends in a step, by operation, as the ledger calls it
 
 
 def leaving(groups: Sequence[tuple[int, ...]], per_node: int) -> list[tuple[int, ...]]:
@@ -36,16 +40,20 @@ def leaving(groups: Sequence[tuple[int, ...]], per_node: int) -> list[tuple[int,
     return [group for group in groups if group[0] // per_node != group[-1] // per_node]  # ranks ascend
 
 
-def seconds(name: str, sent: float, groups: Sequence[tuple[int, ...]], per_node: int) -> float:
-    """Until every rank of the groups, all at work at once, has sent so many bytes to its group of that name.
+def seconds(sent: Sent, groups: Sequence[tuple[int, ...]], per_node: int) -> float:
+    """Until every rank of the groups, all at work at once, has sent so many bytes to its group.
 
-    As one message: what the latencies of many smaller ones add, and what hides behind computing, is left out.
+    As one message an operation: what the latencies of many smaller ones add, and what hides behind computing, is left
+    out.
     """
-    if (size := len(groups[0])) == 1:
-        return 0.0
-    collective, algorithm = _TRAVELS.get(name, ("all_reduce", "ring"))
+    return sum(_seconds(op, nbytes, groups, per_node) for op, nbytes in sent.items()) if len(groups[0]) > 1 else 0.0
+
+
+def _seconds(op: str, nbytes: float, groups: Sequence[tuple[int, ...]], per_node: int) -> float:
+    size = len(groups[0])
+    collective, algorithm = _TRAVELS.get(op, _ONCE_AROUND)
     topology = Topology(LINKS[INSIDE], LINKS[BETWEEN], per_node)
-    n = sent / of(collective, algorithm, 1.0, size, topology).sent
+    n = nbytes / of(collective, algorithm, 1.0, size, topology).sent
     ranks = np.array(groups)  # [groups, size]
     played = (
         Round(ranks[:, r.src].ravel(), ranks[:, r.dst].ravel(), np.tile(r.each, len(ranks)), r.times)
@@ -54,11 +62,34 @@ def seconds(name: str, sent: float, groups: Sequence[tuple[int, ...]], per_node:
     return float(sum(r.times * r.seconds(topology) for r in played))
 
 
-def warnings(config: Config, per_node: int, sent: Mapping[str, float]) -> list[str]:
+def estimate(config: Config) -> dict[str, Sent]:
+    """What the strategies' formulas say, by axis; the data strategy's by its group: dp, fsdp, or what both and cp make.
+    Of a rank whose stage sends most; choices are even over the experts.
+    """
+    stages = [_sent(Part(config, rank)) for rank in Grid(config.mesh).groups("pp")[0]]
+    most: dict[str, Sent] = {}
+    for name in dict.fromkeys(name for stage in stages for name in stage):
+        most[name] = max((stage.get(name, {}) for stage in stages), key=lambda sent: sum(sent.values()))
+    return most
+
+
+def _sent(part: Part) -> dict[str, Sent]:
+    by_axis = {"pp": formulas.pipeline, "cp": formulas.context, "tp": formulas.tensor, "ep": formulas.experts}
+    terms = [(axis, term) for axis, strategy in by_axis.items() for term in strategy(part)]
+    groups = {part.group(name): name for name in reversed([*GROUPS, *EXPERT_GROUPS]) if name not in by_axis}
+    terms += [(groups[term.group], term) for term in formulas.data(part)]
+    found: dict[str, Sent] = defaultdict(Counter)
+    for name, term in terms:
+        if term.nbytes:
+            found[name][term.op] += float(term.nbytes)
+    return found
+
+
+def warnings(config: Config, per_node: int, sent: Mapping[str, Sent]) -> list[str]:
     """A line where the last node is not full, and one for each of tp, cp and ep that leaves a node: how many of its
     groups do, one of them, the seconds a step expected so and inside a node, and the settings that keep it inside.
 
-    sent: bytes that a rank sends in a step, by axis; of an axis that is not there no seconds are told.
+    sent: by axis; of an axis that is not there no seconds are told.
     """
     world = Grid(config.mesh).size()
     lines = []
@@ -75,10 +106,10 @@ def warnings(config: Config, per_node: int, sent: Mapping[str, float]) -> list[s
     return lines
 
 
-def _cost(axis: str, groups: Sequence[tuple[int, ...]], per_node: int, sent: Mapping[str, float]) -> str:
+def _cost(axis: str, groups: Sequence[tuple[int, ...]], per_node: int, sent: Mapping[str, Sent]) -> str:
     if axis not in sent:
         return ""
-    across, inside = (_time(seconds(axis, sent[axis], groups, ranks)) for ranks in (per_node, groups[-1][-1] + 1))
+    across, inside = (_time(seconds(sent[axis], groups, ranks)) for ranks in (per_node, groups[-1][-1] + 1))
     return f"expected {across} a step over {BETWEEN}, {inside} over {INSIDE}; "
 
 
@@ -94,7 +125,7 @@ def _remedy(config: Config, axis: str, per_node: int) -> str:
     """
     for changed in dict.fromkeys((axis, "tp")):
         for other in _smaller(config.mesh, changed, 2 if changed == axis else 1):
-            if not leaving(_groups(config, other, axis), per_node) and _runs(replace(config, mesh=other)):
+            if _runs(replace(config, mesh=other)) and not leaving(_groups(config, other, axis), per_node):
                 beside = f" with mesh.dp={other.dp}" if other.dp != config.mesh.dp else ""
                 return f"mesh.{changed}={getattr(other, changed)}{beside} keeps it inside"
     return "no smaller degree keeps it inside"
@@ -116,7 +147,7 @@ def _runs(config: Config) -> bool:
     return True
 
 
-def report(config: Config, per_node: int, sent: Mapping[str, float]) -> list[str]:
+def report(config: Config, per_node: int, sent: Mapping[str, Sent]) -> list[str]:
     """What `python -m nd_mesh mesh` prints: rank map, groups of both views, what leaves a node, and the warnings."""
     grid = Grid(config.mesh)
     nodes = math.ceil(grid.size() / per_node)
@@ -128,20 +159,20 @@ def report(config: Config, per_node: int, sent: Mapping[str, float]) -> list[str
     return [*lines, *table(config, per_node, sent), *warnings(config, per_node, sent)]
 
 
-def table(config: Config, per_node: int, sent: Mapping[str, float]) -> list[str]:
+def table(config: Config, per_node: int, sent: Mapping[str, Sent]) -> list[str]:
     """A line for each axis that is cut, and for each other name of groups that `sent` has: how many groups, of how many
     ranks, how many leave a node; bytes that a rank sends in a step, seconds expected for them, these inside a node.
     """
     grid = Grid(config.mesh)
     lines = [f"{'':<15} {'groups':>10} {'leave a node':>13} {'a rank sends a step':>20} {'expected':>9} {'inside':>8}"]
     for name in dict.fromkeys((*AXES, "ep", *sent)):
-        groups = _groups(config, config.mesh, name) if name in GROUPS | EXPERT_GROUPS else [()]
+        groups = _groups(config, config.mesh, name)
         if len(groups[0]) < 2:
             continue
         line = f"{name:<15} {f'{len(groups)} of {len(groups[0])}':>10} {len(leaving(groups, per_node)):>13}"
         if name in sent:
-            across, inside = (_time(seconds(name, sent[name], groups, ranks)) for ranks in (per_node, grid.size()))
-            line += f" {f'{sent[name]:,.0f} bytes':>20} {across:>9} {inside:>8}"
+            across, inside = (_time(seconds(sent[name], groups, ranks)) for ranks in (per_node, grid.size()))
+            line += f" {f'{sum(sent[name].values()):,.0f} bytes':>20} {across:>9} {inside:>8}"
         lines.append(line)
     return lines
 
@@ -149,31 +180,3 @@ def table(config: Config, per_node: int, sent: Mapping[str, float]) -> list[str]
 def _time(seconds: float) -> str:
     factor, unit = (1, "s") if seconds >= 1 else (1e3, "ms") if seconds >= 1e-3 else (1e6, "µs")
     return f"{seconds * factor:.3g} {unit}"
-
-
-def estimate(config: Config) -> dict[str, float]:
-    """Bytes that a rank sends in a step on pp, cp, tp and ep: what the layers send by README.md's table of costs, for a
-    rank amid a pipeline of one stage a rank, its share of layers and rows, and choices even over the experts.
-    """
-    mesh, model, parallel = config.mesh, config.model, config.parallel
-    e = getattr(torch, config.train.dtype).itemsize
-    tokens = config.train.batch / (mesh.dp * mesh.fsdp) * config.data.context / mesh.cp
-    layers, mixtures = model.layers / mesh.pp, sum(map(model.mixture, range(model.layers))) / mesh.pp
-    a = tokens * model.width * e
-    b = tokens * max(1, model.kv_heads / mesh.tp) * model.width / model.heads * e
-    folded = mesh.tp if parallel.sequence else 1
-    experts = mesh.ep * folded
-    exchange = mesh.cp if parallel.attention == "ulysses" else parallel.ulysses
-    by_method = {
-        "ring": (6 * mesh.cp - 4) * b,
-        "all_gather": (4 if parallel.save_gathered else 6) * (mesh.cp - 1) * b,
-        "ulysses": 4 * (a / mesh.tp + b) * (exchange - 1) / exchange,
-    }
-    by_method["ring_ulysses"] = by_method["ulysses"] + (6 * mesh.cp / exchange - 4) * b
-    sent = {
-        "pp": 2 * a / folded,
-        "cp": layers * by_method[parallel.attention],
-        "tp": layers * (10 if parallel.sequence and not parallel.save_gathered else 8) * a * (mesh.tp - 1) / mesh.tp,
-        "ep": mixtures * 4 * (experts - 1) / experts * model.choices * a / folded,
-    }
-    return {axis: nbytes for axis, nbytes in sent.items() if getattr(mesh, axis) > 1}

@@ -11,6 +11,7 @@ one starts when next asked for. The error shown is that of the rank that failed,
 
 import contextlib
 import faulthandler
+import functools
 import gc
 import multiprocessing
 import os
@@ -30,6 +31,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from collectives.runtime import Runtime
 
@@ -176,12 +178,36 @@ def _work(pipe: Connection, rank: int, size: int, folder: Path) -> None:
     jobs: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     threading.Thread(target=_listen, args=(pipe, jobs), daemon=True).start()
     torch.set_num_threads(1)
+    distributed_c10d.ProcessGroupGloo = OneLoop
     store, patience = dist.FileStore(str(folder / "store"), size), timedelta(seconds=GROUP_SECONDS)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=patience)
     assert dist.group.WORLD is not None
     runtime = Runtime(rank, size, torch.device("cpu"), "gloo", patience, dist.group.WORLD, store)
     while True:
         pipe.send_bytes(_answer(runtime, jobs.get()))
+
+
+class _Gloo(type):
+    def __instancecheck__(cls, group: object) -> bool:
+        return isinstance(group, dist.ProcessGroupGloo)
+
+
+class OneLoop(metaclass=_Gloo):
+    """What torch finds in the place of ProcessGroupGloo: one whose device is that of all groups of this process.
+
+    A device has a thread that wakes a hundred times a second. A worker keeps its groups from job to job, so they become
+    dozens, and the threads of all workers, idle ones too, would take a third of two cores.
+    """
+
+    def __new__(cls, store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroupGloo:
+        options = dist.ProcessGroupGloo._Options()
+        options._devices, options._threads, options._timeout = [_device()], 2, timeout
+        return dist.ProcessGroupGloo(store, rank, size, options)
+
+
+@functools.cache
+def _device() -> dist.ProcessGroupGloo.Device:
+    return dist.ProcessGroupGloo.create_default_device()
 
 
 def _listen(pipe: Connection, jobs: "queue.SimpleQueue[bytes]") -> None:

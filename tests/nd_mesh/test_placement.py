@@ -15,7 +15,7 @@ import pytest
 from collectives.runtime import Runtime
 from nd_mesh import __main__ as command
 from nd_mesh import loop, mistakes, placement
-from nd_mesh.config import Config, ConfigError, DataConfig, MeshConfig, ModelConfig, ParallelConfig, TrainConfig
+from nd_mesh.config import Config, ConfigError, MeshConfig, ModelConfig, ParallelConfig
 from nd_mesh.mesh import AXES, Grid
 from tests import parity
 from tests.nd_mesh.test_mesh import factorisations
@@ -81,43 +81,54 @@ def test_no_other_order_of_axes_keeps_more_inside(ranks):
 def test_seconds():
     """The formulas of a ring's all_reduce, of its neighbours and of a direct all_to_all, typed by hand."""
     near, far = ((lambda nbytes, link=link: link[0] + nbytes / link[1]) for link in (NVLINK, INFINIBAND))
-    fours = [(0, 1, 2, 3), (4, 5, 6, 7)]
-    sent = 6e6  # 2n(P-1)/P of n = 4e6, in 2(P-1) rounds of n/P
-    assert placement.seconds("tp", sent, fours, 4) == pytest.approx(6 * near(1e6), rel=1e-12)
-    assert placement.seconds("tp", sent, fours, 2) == pytest.approx(6 * far(1e6), rel=1e-12)
-    assert placement.seconds("tp", sent, fours, 6) == pytest.approx(6 * far(1e6), rel=1e-12)  # the second leaves
-    assert placement.seconds("cp", sent, fours, 4) == pytest.approx(3 * near(2e6), rel=1e-12)
-    assert placement.seconds("cp", sent, [(0, 2, 4, 6), (1, 3, 5, 7)], 4) == pytest.approx(3 * far(2e6), rel=1e-12)
-    assert placement.seconds("ep", sent, fours, 4) == pytest.approx(near(6e6), rel=1e-12)
-    assert placement.seconds("ep", sent, fours, 2) == pytest.approx(far(4e6), rel=1e-12)  # of three pieces two leave
-    assert placement.seconds("pp", sent, [(0, 1), (2, 3)], 1) == pytest.approx(far(6e6), rel=1e-12)
-    assert placement.seconds("tp", 0.0, [(0,), (1,)], 1) == 0
+    fours, strewn = [(0, 1, 2, 3), (4, 5, 6, 7)], [(0, 2, 4, 6), (1, 3, 5, 7)]
+    reduced = {"all_reduce": 6e6}  # 2n(P-1)/P of n = 4e6, in 2(P-1) rounds of n/P
+    assert placement.seconds(reduced, fours, 4) == pytest.approx(6 * near(1e6), rel=1e-12)
+    assert placement.seconds(reduced, fours, 2) == pytest.approx(6 * far(1e6), rel=1e-12)
+    assert placement.seconds(reduced, fours, 6) == pytest.approx(6 * far(1e6), rel=1e-12)  # the second leaves
+    for op in ("exchange", "all_gather_single", "reduce_scatter_single"):
+        assert placement.seconds({op: 6e6}, fours, 4) == pytest.approx(3 * near(2e6), rel=1e-12)
+        assert placement.seconds({op: 6e6}, strewn, 4) == pytest.approx(3 * far(2e6), rel=1e-12)
+    exchanged = {"all_to_all_single": 6e6}
+    assert placement.seconds(exchanged, fours, 4) == pytest.approx(near(6e6), rel=1e-12)
+    assert placement.seconds(exchanged, fours, 2) == pytest.approx(far(4e6), rel=1e-12)  # of three pieces two leave
+    assert placement.seconds({"send": 6e6}, [(0, 1), (2, 3)], 1) == pytest.approx(far(6e6), rel=1e-12)
+    both = placement.seconds(reduced, fours, 4) + placement.seconds(exchanged, fours, 4)
+    assert placement.seconds(reduced | exchanged, fours, 4) == pytest.approx(both, rel=1e-12)
+    assert placement.seconds(reduced, [(0,), (1,)], 1) == placement.seconds({}, fours, 1) == 0
 
 
 def test_estimate():
-    """16 rows of 128 tokens, width 192, six heads of 32 and two of keys; four layers; float32."""
+    """16 rows of 128 tokens, width 192, six heads of 32 and two of keys; four layers, a vocabulary of 256; float32."""
     a = 16 * 128 * 192 * 4
     b = 16 * 128 * 2 * 32 * 4
+    loss = 3 * 16 * 128 * 4  # of each token three numbers
     model = ModelConfig()
     assert placement.estimate(config(model)) == {}
-    assert placement.estimate(config(model, tp=2)) == {"tp": 4 * 8 * a / 2}
-    assert placement.estimate(config(model, pp=2, fsdp=2, tp=2)) == {"pp": 2 * a / 2, "tp": 2 * 8 * a / 2 / 2}
-    sequences = ParallelConfig(sequence=True)
-    assert placement.estimate(config(model, sequences, tp=2, pp=2)) == {"pp": a, "tp": 2 * 10 * a / 2}
-    assert placement.estimate(config(model, replace(sequences, save_gathered=True), tp=2)) == {"tp": 4 * 8 * a / 2}
-    assert placement.estimate(config(model, cp=4)) == {"cp": 4 * 20 * b / 4}
-    assert placement.estimate(config(model, cp=4, tp=2)) == {"cp": 4 * 20 * b / 8, "tp": 4 * 8 * a / 4 / 2}
-    assert placement.estimate(config(model, ParallelConfig(attention="all_gather"), cp=2)) == {"cp": 4 * 6 * b / 2}
-    ulysses = ParallelConfig(attention="ulysses")
-    assert placement.estimate(config(model, ulysses, cp=2)) == {"cp": 4 * 4 * (a + b) / 2 / 2}
+    assert placement.estimate(config(model, tp=2)) == {"tp": {"all_reduce": 4 * 4 * a + a + a + loss}}
+    assert placement.estimate(config(model, cp=4))["cp"] == {"exchange": 4 * 20 * b / 4}
+    assert placement.estimate(config(model, ParallelConfig(attention="ulysses"), cp=2))["cp"] == {
+        "all_to_all_single": 4 * 4 * (a + b) / 2 / 2
+    }
     both = ParallelConfig(attention="ring_ulysses", ulysses=2)
-    assert placement.estimate(config(model, both, cp=4)) == {"cp": 4 * (4 * (a + b) / 4 / 2 + 8 * b / 4)}
+    assert placement.estimate(config(model, both, cp=4))["cp"] == {
+        "all_to_all_single": 4 * 4 * (a + b) / 4 / 2,
+        "exchange": 4 * 8 * b / 4,
+    }
     mixed = replace(model, experts=8, pattern="dm", choices=3)
-    assert placement.estimate(config(mixed, dp=4, ep=4)) == {"ep": 2 * 4 * 3 / 4 * 3 * a / 4}
-    folded = placement.estimate(config(mixed, sequences, dp=4, ep=4, tp=2))
-    assert folded["ep"] == 2 * 4 * 7 / 8 * 3 * a / 4 / 2
-    wide = replace(config(model, tp=2), train=TrainConfig(dtype="float64"), data=DataConfig(context=64))
-    assert placement.estimate(wide) == {"tp": 4 * 8 * a / 2}
+    told = 2 * 8 * 8 * 3  # of two mixtures how many rows go to each of eight experts
+    sent = placement.estimate(config(mixed, dp=4, ep=4))
+    assert sent["ep"] == {"all_gather_single": told, "all_to_all_single": 2 * 4 * 3 / 4 * 3 * a / 4}
+    assert set(sent) == {"dp", "ep"}
+
+
+def test_the_stage_that_sends_most():
+    """Of a pipeline of two the last, whose head sends a and the loss more than the first one's embedding: a."""
+    a, loss = 16 * 128 * 192 * 4 / 2, 3 * 16 * 128 * 4 / 2
+    sent = placement.estimate(config(ModelConfig(), pp=2, fsdp=2, tp=2))
+    assert sent["tp"] == {"all_reduce": 2 * 4 * a + a + loss}
+    assert set(sent) == {"pp", "fsdp", "tp"}
+    assert placement.estimate(config(ModelConfig(), ParallelConfig(data="zero1"), dp=2, cp=2)).keys() == {"cp", "data"}
 
 
 # -- what is said ------------------------------------------------------------------------------------------------------
@@ -125,7 +136,7 @@ def test_estimate():
 
 def test_warnings_word_for_word():
     """Of n = 4e8 bytes a rank of tp 8 sends 2n · 7/8, in 14 rounds of 5e7; over InfiniBand 14 · (14e-6 + 1e-3) s."""
-    assert placement.warnings(config(dp=2, tp=8), 4, {"tp": 7e8}) == [
+    assert placement.warnings(config(dp=2, tp=8), 4, {"tp": {"all_reduce": 7e8}}) == [
         "warning: tp leaves its node in 2 of 2 groups, as in (0 1 2 … 7): expected 14.2 ms a step over InfiniBand NDR, "
         "1.6 ms over NVLink 4 (H100); mesh.tp=4 with mesh.dp=4 keeps it inside"
     ]
@@ -133,7 +144,7 @@ def test_warnings_word_for_word():
         "warning: cp leaves its node in 8 of 8 groups, as in (0 4): mesh.tp=2 with mesh.dp=4 keeps it inside"
     ]
     mixed = replace(WIDE, experts=8)
-    assert placement.warnings(config(mixed, fsdp=8, tp=2, ep=8), 8, {"ep": 7e11}) == [
+    assert placement.warnings(config(mixed, fsdp=8, tp=2, ep=8), 8, {"ep": {"all_to_all_single": 7e11}}) == [
         "warning: ep leaves its node in 2 of 2 groups, as in (0 2 4 … 14): expected 8 s a step over InfiniBand NDR, "
         "1.56 s over NVLink 4 (H100); mesh.ep=4 keeps it inside"
     ]
@@ -141,7 +152,7 @@ def test_warnings_word_for_word():
         "warning: 12 ranks do not fill 2 nodes of 8: the last one has 4",
         "warning: tp leaves its node in 1 of 4 groups, as in (6 7 8): mesh.tp=2 with mesh.dp=6 keeps it inside",
     ]
-    assert placement.warnings(config(cp=2), 1, {"cp": 1e3}) == [
+    assert placement.warnings(config(cp=2), 1, {"cp": {"exchange": 1e3}}) == [
         "warning: cp leaves its node in 1 of 1 groups, as in (0 1): expected 14 µs a step over InfiniBand NDR, "
         "3.4 µs over NVLink 4 (H100); no smaller degree keeps it inside"
     ]
@@ -254,10 +265,10 @@ expert view
   ep     (0 2) (1 3) (4 6) (5 7)
   ep_tp  (0 1 2 3) (4 5 6 7)
                     groups  leave a node  a rank sends a step  expected   inside
-pp                  4 of 2             4      1,572,864 bytes   45.5 µs   6.9 µs
-fsdp                4 of 2             0
-tp                  4 of 2             0      6,291,456 bytes   20.8 µs  20.8 µs
-ep                  4 of 2             0      6,291,456 bytes   17.4 µs  17.4 µs
+pp                  4 of 2             4        786,490 bytes   43.7 µs  8.55 µs
+fsdp                4 of 2             0        501,656 bytes   14.7 µs  14.7 µs
+tp                  4 of 2             0     10,235,904 bytes   29.5 µs  29.5 µs
+ep                  4 of 2             0      6,291,520 bytes   20.8 µs  20.8 µs
 """
 EIGHT = ["--mesh.pp", "2", "--mesh.fsdp", "2", "--mesh.tp", "2", "--mesh.ep", "2", "--model.experts", "4"]
 

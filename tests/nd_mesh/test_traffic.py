@@ -1,5 +1,6 @@
 """Traffic by axis: what the strategies' formulas say, each rank sends in its first step, to the byte."""
 
+import itertools
 from dataclasses import replace
 from types import SimpleNamespace
 from unittest import mock
@@ -90,10 +91,15 @@ def first_step(run: Runtime, cfg: Config) -> list[traffic.Line]:
     return traffic.lines(book, cfg, run.rank)
 
 
+def in_dtype(cfg: Config, dtype: str) -> Config:
+    return replace(cfg, train=replace(cfg.train, dtype=dtype))
+
+
+@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
 @pytest.mark.parametrize("name", RUNS)
-def test_bytes_are_the_formulas(pool, name):
+def test_bytes_are_the_formulas(pool, name, dtype):
     """On every rank, of every operation on every group. Only objects, which are pickled, have no formula."""
-    cfg = grid.run_of(RUNS[name])
+    cfg = in_dtype(grid.run_of(RUNS[name]), dtype)
     for lines in pool.run(ranks_of(cfg), first_step, cfg):
         assert lines
         for line in lines:
@@ -104,8 +110,8 @@ def test_bytes_are_the_formulas(pool, name):
 @pytest.mark.drill
 def test_any_bytes_are_the_formulas(pool):
     """Of the grid's runs on up to four ranks. What depends on routing is there, and is marked."""
-    for case in grid.subset(4, together=2):
-        for lines in pool.run(ranks_of(case.first), first_step, case.first):
+    for case, dtype in zip(grid.subset(4, together=2), itertools.cycle(("float64", "bfloat16", "float32", "float16"))):
+        for lines in pool.run(ranks_of(case.first), first_step, in_dtype(case.first, dtype)):
             marks = {line.mark for line in lines if line.op != "all_gather_object"}
             assert marks <= {"", "depends on routing"}, (case.name, lines)
 
