@@ -52,7 +52,7 @@ def parser() -> Parser:
 
 def _add_settings(command: argparse.ArgumentParser) -> None:
     command.add_argument(
-        "config", type=Path, help="a TOML file with the tables mesh, model, data, train, parallel, watch"
+        "config", type=Path, help="a TOML file; its tables are mesh, model, data, train, checkpoint, parallel, watch"
     )
     default = config.Config()
     for name in config.names():
@@ -79,8 +79,11 @@ def parsed(arguments: Sequence[str]) -> argparse.Namespace:
     """The command and its options. Raises ConfigError for what is none of them, with what may have been meant."""
     chosen, unknown = parser().parse_known_args(arguments)
     if unknown and not unknown[0].startswith("--"):
-        raise config.ConfigError(f"unexpected argument {unknown[0]!r}: one configuration, then options")
+        one = "checkpoint" if hasattr(chosen, "checkpoint") else "configuration"
+        raise config.ConfigError(f"unexpected argument {unknown[0]!r}: one {one}, then options")
     for name in [option.removeprefix("--").split("=")[0] for option in unknown[:1]]:
+        if name in config.names() and chosen.command == "plot":
+            raise config.ConfigError(f"--{name}: plot has no settings of a run")
         if name in config.names():  # of train
             raise config.ConfigError(
                 f"{name} is what it was in the run: only mesh, parallel and the data's place change"

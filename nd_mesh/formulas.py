@@ -74,8 +74,8 @@ def tensor(part: Part) -> Iterator[Term]:
         yield from attention_region(part).times(group, a, "attention")
         if not part.mixes(layer) or part.config.model.shared_hidden:
             yield from network_region(part).times(group, a, "feed-forward")
-        if part.mixes(layer) and not parallel.sequence:
-            yield from experts_cut(part)
+    if not parallel.sequence:
+        yield from experts_cut(part)
     if 0 in part.stages:
         embedding = Region(1, 1) if parallel.sequence else Region(reduces=1)
         yield from embedding.times(group, a, "embedding")
@@ -108,8 +108,10 @@ def experts_cut(part: Part) -> Iterator[Term]:
     """Of each expert every rank of tp has a part: two all_reduces, 4(P-1)/P of the rows that came to its experts, once
     more half of it where forward runs again.
     """
-    n = part.e * part.config.model.width * sum(arriving(part, part.group("ep")))
-    yield all_reduce(part.group("tp"), (2 + part.again("block", "ffn")) * n, "experts", even=True)
+    if mixtures := [*filter(part.mixes, part.layers)]:
+        n = part.e * part.config.model.width * sum(arriving(part, part.group("ep")))
+        times = len(mixtures) * (2 + part.again("block", "ffn"))
+        yield all_reduce(part.group("tp"), times * n, "experts", even=True)
 
 
 # -- context parallelism -----------------------------------------------------------------------------------------------

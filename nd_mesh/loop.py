@@ -49,7 +49,7 @@ def train(config: Config, training: data.Stream, validation: data.Stream, run: R
         report.say(ledger.table())
     if trainer.recomputed.reruns:
         report.say(trainer.recomputed.report())
-    if config.model.vocab <= 1024:  # a table of vocab² counts
+    if config.model.vocab <= 1024 and run.rank == 0:  # a table of vocab² counts
         baseline = metrics.bigram_loss(training, validation, config.model.vocab)
         report.say(f"bigram model of the same split {baseline:.4f}")
     if config.data.format == "text":
@@ -106,7 +106,8 @@ def _placed(trainer: Trainer) -> list[str]:
     here = place()
     views = AXES if config.mesh.ep == 1 else (*AXES, *EXPERT_AXES)
     per_node = here.local_size if here.size > 1 else grid.size()  # ranks that no launcher placed are on one machine
-    warnings = placement.warnings(config, per_node, placement.estimate(config))
+    sent = placement.estimate(config) if grid.size() > per_node else {}
+    warnings = placement.warnings(config, per_node, sent)
     return [grid.rank_map(), *grid.listing(dict.fromkeys(views)), *warnings]
 
 

@@ -10,23 +10,25 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
 
 from checkpoint.files import naming
 from collectives import agreement
-from nd_mesh import folder
+from nd_mesh import folder, picture
 from nd_mesh.data import Stream
 
 
 @dataclass(frozen=True)
 class Record:
-    """What one step did: the same numbers on every rank."""
+    """What one step did: the same numbers on every rank, but for `seconds`."""
 
     step: int  # counted from 1
     loss: float  # nats a token, over the valid tokens of the global batch
     tokens: int  # valid ones
     grad_norm: float  # before clipping
     lr: float
-    seconds: float  # of the whole step
+    seconds: float  # of the whole step, by this rank's clock
     slowest: float  # seconds of forward and backward on the rank that took longest, before it waits for the others
     median: float  # the same, of the median rank
     experts: dict[str, Any] | None = None  # of mixtures: losses without coefficients, entropy, overflow, loads
@@ -45,9 +47,6 @@ class Report:
     """
 
     def __init__(self, out: Path, steps: int, *, shown: bool, first: int = 0):
-        from rich.console import Console  # noqa: PLC0415, an extra for the one who watches
-        from rich.progress import BarColumn, Progress, TextColumn  # noqa: PLC0415
-
         self.out, self.steps, self.shown, self.first = out.absolute(), steps, shown, first
         self.failure = ""
         self.console = Console(highlight=False, soft_wrap=True, quiet=not shown)
@@ -132,19 +131,25 @@ def _clock(seconds: float) -> str:
 
 
 def read(run: Path) -> list[dict]:
-    """The records of a run's metrics.jsonl."""
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    """The records of a run's metrics.jsonl. Raises ValueError for a line that is no record; the last may be unfinished,
+    as a run leaves it that is killed.
+    """
+    path = run / "metrics.jsonl"
+    *lines, _ = path.read_text().split("\n")
+    records = []
+    for number, line in enumerate(lines, 1):
+        try:
+            records.append(json.loads(line))
+        except ValueError:
+            raise ValueError(f"{path}, line {number} is not a record of a run: {line[:40]!r}") from None
+    return records
 
 
 def plot(runs: Sequence[Path], to: Path) -> None:
     """The loss curves of runs on top of each other, as PNG; where there are two or more, below them their distance from
-    the first.
+    the first, at the steps that both have. Raises ValueError without matplotlib.
     """
-    import matplotlib  # noqa: PLC0415, an extra
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt  # noqa: PLC0415
-
+    plt = picture.pyplot()
     rows = 1 if len(runs) == 1 else 2
     figure, axes = plt.subplots(rows, 1, figsize=(8, 4 * rows), sharex=True, squeeze=False)
     curves = [np.array([(r["step"], r["loss"]) for r in read(run) if "loss" in r]).reshape(-1, 2) for run in runs]
@@ -153,12 +158,8 @@ def plot(runs: Sequence[Path], to: Path) -> None:
             curve[:, 0], curve[:, 1], label=run.name, linewidth=3 if i == 0 else 1, alpha=0.5 if i == 0 else 1
         )
         if i:
-            both = min(len(curve), len(curves[0]))
-            axes[1, 0].semilogy(
-                curve[:both, 0],
-                np.abs(curve[:both, 1] - curves[0][:both, 1]) + 1e-12,
-                label=f"|{run.name} − {runs[0].name}|",
-            )
+            steps, apart = distance(curve, curves[0])
+            axes[1, 0].semilogy(steps, apart + 1e-12, label=f"|{run.name} − {runs[0].name}|")
             axes[1, 0].set_ylabel("difference, nats")
             axes[1, 0].legend()
     axes[0, 0].set_ylabel("training loss, nats a token")
@@ -167,6 +168,12 @@ def plot(runs: Sequence[Path], to: Path) -> None:
     figure.tight_layout()
     figure.savefig(to, dpi=120)
     plt.close(figure)
+
+
+def distance(curve: np.ndarray, other: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Of two curves [n, 2] the steps that both have, and how far apart they are there."""
+    steps, here, there = np.intersect1d(curve[:, 0], other[:, 0], return_indices=True)
+    return steps, np.abs(curve[here, 1] - other[there, 1])
 
 
 def bigram_loss(train: Stream, validation: Stream, vocab: int) -> float:

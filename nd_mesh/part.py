@@ -14,6 +14,7 @@ from nd_mesh.data import deal
 from nd_mesh.mesh import Grid
 from nd_mesh.model import GPT
 from nd_mesh.precision import Precision
+from pipeline.plan import Plan
 from tensor_parallel import cut
 
 STREAM = ("attend_norm", "ffn_norm", "norm", "router")  # copies over tp; with sequences each saw some tokens
@@ -28,7 +29,6 @@ class Part:
     def __init__(self, config: Config, rank: int):
         self.config, self.rank, self.grid = config, rank, Grid(config.mesh)
         self.place, mesh, train = self.grid.coordinates(rank), config.mesh, config.train
-        self.plan = pipeline_plan(config) if mesh.pp > 1 else None
         mine = deal(range(train.batch), mesh.dp * mesh.fsdp, self.place["dp"] * mesh.fsdp + self.place["fsdp"])
         self.rows = [len(deal(mine, train.microbatches, m)) for m in range(train.microbatches)]  # a microbatch
         folded = mesh.tp if config.parallel.sequence else 1
@@ -36,6 +36,11 @@ class Part:
         precision = Precision.of(config.train.dtype)
         self.dtype, self.mixed = precision.masters, precision.mixed
         self.e, self.g = precision.weights.itemsize, precision.masters.itemsize  # bytes: of a weight, of a gradient
+
+    @cached_property
+    def plan(self) -> Plan | None:
+        """That of the pipeline."""
+        return pipeline_plan(self.config) if self.config.mesh.pp > 1 else None
 
     # -- what it computes with -----------------------------------------------------------------------------------------
 

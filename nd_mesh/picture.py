@@ -9,6 +9,7 @@ import colorsys
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from nd_mesh import placement
@@ -28,10 +29,8 @@ def panels(grid: Grid) -> list[dict[str, list[tuple[int, ...]]]]:
     return [{axis: groups for axis, groups in view.items() if len(groups[0]) > 1} for view in found]
 
 
-def draw(grid: Grid, per_node: int, to: Path) -> None:
-    """Write the PNG. Raises ValueError for a mesh of one rank, for more than can be read, and without matplotlib."""
-    if not 1 < grid.size() <= MOST:
-        raise ValueError(f"a picture of {grid.size()} ranks shows nothing: draw a mesh of 2 to {MOST}")
+def pyplot() -> ModuleType:
+    """matplotlib's, without a screen. Raises ValueError where it is not installed."""
     try:
         import matplotlib  # noqa: PLC0415, an extra
     except ImportError as error:
@@ -40,6 +39,14 @@ def draw(grid: Grid, per_node: int, to: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt  # noqa: PLC0415
 
+    return plt
+
+
+def draw(grid: Grid, per_node: int, to: Path) -> None:
+    """Write the PNG. Raises ValueError for a mesh of one rank, for more than can be read, and without matplotlib."""
+    if not 1 < grid.size() <= MOST:
+        raise ValueError(f"a picture of {grid.size()} ranks shows nothing: draw a mesh of 2 to {MOST}")
+    plt = pyplot()
     corners, views = cells(grid.size(), per_node), panels(grid)
     node = _node(grid.size(), per_node)
     right, down = (max(ends) + size for ends, size in zip(zip(*corners[::per_node], strict=True), node, strict=True))

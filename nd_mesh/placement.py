@@ -64,7 +64,7 @@ def _seconds(op: str, nbytes: float, groups: Sequence[tuple[int, ...]], per_node
 
 def estimate(config: Config) -> dict[str, Sent]:
     """What the strategies' formulas say, by axis; the data strategy's by its group: dp, fsdp, or what both and cp make.
-    Of a rank whose stage sends most; choices are even over the experts.
+    Of a rank whose stage sends most; choices are even over the experts. Left out: numbers, as the loss and the norm.
     """
     stages = [_sent(Part(config, rank)) for rank in Grid(config.mesh).groups("pp")[0]]
     most: dict[str, Sent] = {}
@@ -73,15 +73,29 @@ def estimate(config: Config) -> dict[str, Sent]:
     return most
 
 
+# What a strategy communicates on. Where ep is 1 experts are shared over tp with sequences, and tokens counted over the
+# parts of a row.
+_ON = {
+    formulas.pipeline: ("pp",),
+    formulas.context: ("cp",),
+    formulas.tensor: ("tp",),
+    formulas.partial_sums: ("tp", "pp"),
+    formulas.experts: ("ep", "tp", "cp", "row"),
+    formulas.data: tuple(name for name in (*GROUPS, *EXPERT_GROUPS) if name not in ("pp", "cp", "tp", "ep")),
+}
+
+
 def _sent(part: Part) -> dict[str, Sent]:
-    by_axis = {"pp": formulas.pipeline, "cp": formulas.context, "tp": formulas.tensor, "ep": formulas.experts}
-    terms = [(axis, term) for axis, strategy in by_axis.items() for term in strategy(part)]
-    groups = {part.group(name): name for name in reversed([*GROUPS, *EXPERT_GROUPS]) if name not in by_axis}
-    terms += [(groups[term.group], term) for term in formulas.data(part)]
+    folded = _folded(part.config, part.config.mesh)
+    groups = {name: set(part.group("ep_tp" if name == "ep" and folded else name)) for name in (*GROUPS, *EXPERT_GROUPS)}
     found: dict[str, Sent] = defaultdict(Counter)
-    for name, term in terms:
-        if term.nbytes:
-            found[name][term.op] += float(term.nbytes)
+    for strategy, names in _ON.items():
+        for term in strategy(part):
+            if term.nbytes:
+                name = min(
+                    (name for name in names if groups[name] >= {*term.group}), key=lambda name: len(groups[name])
+                )
+                found[name][term.op] += float(term.nbytes)
     return found
 
 
@@ -114,9 +128,12 @@ def _cost(axis: str, groups: Sequence[tuple[int, ...]], per_node: int, sent: Map
 
 
 def _groups(config: Config, sizes: MeshConfig, axis: str) -> list[tuple[int, ...]]:
-    """With sequence parallelism tokens are dispatched over tp as well."""
-    folded = axis == "ep" and sizes.ep > 1 and config.parallel.sequence
-    return Grid(sizes).groups("ep_tp" if folded else axis)
+    return Grid(sizes).groups("ep_tp" if axis == "ep" and _folded(config, sizes) else axis)
+
+
+def _folded(config: Config, sizes: MeshConfig) -> bool:
+    """Whether tokens are dispatched over tp as well: with sequence parallelism. Where ep is 1 that is tp's."""
+    return sizes.ep > 1 and config.parallel.sequence
 
 
 def _remedy(config: Config, axis: str, per_node: int) -> str:

@@ -54,7 +54,9 @@ def learning_rate(train: TrainConfig, step: int) -> float:
 
 
 class Trainer:
-    """One rank's trainer. Building it is collective over the world, and so is every method but `microbatches`."""
+    """One rank's trainer. Building it is collective over the world, and so is every method but `microbatches`, `biases`
+    and `check_same_run`.
+    """
 
     def __init__(self, config: Config, train: data.Stream, validation: data.Stream, run: Runtime):
         self.config, self.train_stream, self.validation_stream, self.run = config, train, validation, run
@@ -197,9 +199,11 @@ class Trainer:
         rows = -(-train.batch // (parts * train.microbatches))  # as many at a time as in training
         rounds = -(-stream.samples // (rows * parts))  # equal on all ranks: forward may communicate
         samples = [torch.tensor(data.deal(mine, rounds, i), dtype=torch.int64) for i in range(rounds)]
-        batches = [self.rows.cut(data.make_batch(stream, 0, some, some).to(self.run.device)) for some in samples]
-        for batch, loss in zip(batches, self._losses(batches), strict=False):  # of none, where the last stage is not
-            total += torch.stack([loss.double(), (batch.labels != IGNORE).sum()])
+        for first in range(0, rounds, train.microbatches):
+            some = samples[first : first + train.microbatches]
+            batches = [self.rows.cut(data.make_batch(stream, 0, each, each).to(self.run.device)) for each in some]
+            for batch, loss in zip(batches, self._losses(batches), strict=False):  # of none, where the last stage isn't
+                total += torch.stack([loss.double(), (batch.labels != IGNORE).sum()])
         self._sum(total)
         self.model.train()
         self.metrics["validation_loss"] = (total[0] / total[1].clamp(min=1)).item()

@@ -28,6 +28,8 @@ from nd_mesh.train import Trainer
 # What may be other than in the run: where it is computed, and where its data lie now.
 FREE = (*(name for name in names() if name.startswith(("mesh.", "parallel."))), "data.path", "data.glob")
 
+MOST = 2**31  # tokens of a sample, as of train.sample
+
 Job = Callable[[Runtime], None]
 
 
@@ -76,8 +78,8 @@ def sampling(chosen: argparse.Namespace, world: int) -> tuple[Config, Job]:
     prompt = tokens_of(config.train.prompt if chosen.prompt is None else chosen.prompt, config)
     length = config.train.sample if chosen.length is None else chosen.length
     seed = config.train.seed if chosen.seed is None else chosen.seed
-    if length < 0:
-        raise ConfigError(f"--length={length} must not be negative")
+    if not 0 <= length < MOST:
+        raise ConfigError(f"--length={length} must be 0 or more, and less than {MOST}")
     if not 0 < chosen.temperature < float("inf"):
         raise ConfigError(f"--temperature={chosen.temperature} must be positive; use 0.01 for the likeliest text")
     settings = {"length": length, "temperature": chosen.temperature, "seed": seed}

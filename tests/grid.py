@@ -285,7 +285,7 @@ def _judged(judge: Judge, tried: list[Case], comparing: ThreadPoolExecutor) -> I
             now = comparing.submit(_raise, failure)
         if before is not None:
             failure = before.exception()
-            yield str(failure).strip().splitlines()[-1] if failure else before.result()
+            yield (str(failure).strip() or repr(failure)).splitlines()[-1] if failure else before.result()
         before = now
 
 

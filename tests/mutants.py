@@ -313,7 +313,7 @@ def missed(judge: Judge, case: Case) -> str:
     except RankFailed as failure:
         return shorten(str(failure).strip().splitlines()[-1], WIDTH)
     except AssertionError as failure:
-        return shorten(str(failure), WIDTH)
+        return shorten(str(failure), WIDTH) or "an assertion without words"
     return next((f"{kind} {share:.0e}" for kind, share in worst.items() if share > 1), "")
 
 

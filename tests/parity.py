@@ -181,14 +181,16 @@ def whole(ranks: Iterable[list[Piece]], equal_bits: bool = True) -> dict[str, Te
     count.
     """
     found: dict[str, np.ndarray] = {}
+    filled: dict[str, np.ndarray] = {}
     for name, boxes, values in itertools.chain(*ranks):
         parts = np.split(values.ravel(), np.cumsum([box.numel for box in boxes])[:-1])
         for box, part in zip(boxes, parts, strict=bool(boxes)):
             known = found.setdefault(name, np.full(box.shape, math.nan, values.dtype))
+            given = filled.setdefault(name, np.zeros(box.shape, bool))
             place, ours = box.slices(layout.Box.whole(box.shape)), part.reshape(box.local)
-            same = np.isnan(known[place]) | (known[place] == ours)
+            same = ~given[place] | (known[place] == ours)  # nan is not the same as nan
             assert same.all() or not equal_bits, f"{name}: two ranks differ in bits"
-            known[place] = ours
+            known[place], given[place] = ours, True
     return {name: torch.from_numpy(values) for name, values in found.items()}
 
 
@@ -270,7 +272,7 @@ def judge(initial: dict[str, Tensor], ours: list[Any], reference: list[Any]) -> 
     worst = dict.fromkeys(KINDS, 0.0)
     before, previous = initial, None
     for step, expected in zip(ours, reference, strict=True):
-        assert step.grads.keys() == expected.grads.keys()
+        assert step.grads.keys() == expected.grads.keys(), f"gradients of {list(step.grads)}"
         check_equal(step, expected, "biases")
         worst = worst_of([worst, numbers(step, expected)])
         largest = max(float(grad.abs().max()) for grad in expected.grads.values())

@@ -2,7 +2,11 @@
 
 import json
 
+import numpy as np
+import pytest
+
 from collectives.runtime import Runtime
+from nd_mesh import __main__ as command
 from nd_mesh import loop, metrics
 from nd_mesh.config import Config
 from nd_mesh.metrics import Record
@@ -41,3 +45,30 @@ def test_files_of_a_run(pool, tmp_path):
         [json.dumps(r["loss"]) for r in metrics.read(tmp_path / f) if "loss" in r] for f in ("run", "run.1")
     )
     assert first == again and all(len(loss) > 12 for loss in first)
+
+
+def test_the_distance_of_two_curves():
+    """At the steps that both have: a run that was resumed elsewhere has no first ones."""
+    steps = np.arange(1, 11.0)
+    whole, rest = np.stack([steps, 1 / steps], 1), np.stack([steps[5:], 1 / steps[5:] + 1e-3], 1)
+    for pair in ((whole, rest), (rest, whole)):
+        found, apart = metrics.distance(*pair)
+        assert found.tolist() == [6, 7, 8, 9, 10] and apart == pytest.approx(np.full(5, 1e-3), rel=1e-12)
+
+
+def test_curves_of_several_runs(tmp_path, capsys):
+    """Of a run that was killed the line that it was writing is left out; another that is no record is named."""
+    pytest.importorskip("matplotlib")
+    folders = [tmp_path / name for name in ("one", "killed")]
+    for folder in folders:
+        folder.mkdir()
+        lines = [json.dumps({"step": step, "loss": 1 / step}) for step in range(1, 5)]
+        (folder / "metrics.jsonl").write_text("\n".join([*lines, '{"step": 5, "lo'[: 15 * (folder.name == "killed")]]))
+    assert [len(metrics.read(folder)) for folder in folders] == [4, 4]
+    assert command.main(["plot", *map(str, folders), "--out", str(tmp_path / "both.png")]) == 0
+    assert (tmp_path / "both.png").read_bytes().startswith(b"\x89PNG")
+    (folders[1] / "metrics.jsonl").write_text('{"step": 1}\n{"st\n')
+    assert command.main(["plot", *map(str, folders), "--out", str(tmp_path / "x.png")]) == 2
+    assert "metrics.jsonl, line 2 is not a record of a run: '{\"st'\n" in capsys.readouterr().err
+    assert command.main(["plot", str(folders[0]), "--out", str(tmp_path / "x.png"), "--mesh.dp", "2"]) == 2
+    assert capsys.readouterr().err == "error: --mesh.dp: plot has no settings of a run\n"

@@ -14,11 +14,13 @@ import pytest
 
 from collectives.runtime import Runtime
 from nd_mesh import __main__ as command
-from nd_mesh import loop, mistakes, placement
+from nd_mesh import formulas, loop, mistakes, placement
 from nd_mesh.config import Config, ConfigError, MeshConfig, ModelConfig, ParallelConfig
 from nd_mesh.mesh import AXES, Grid
-from tests import parity
+from nd_mesh.part import Part
+from tests import grid, parity
 from tests.nd_mesh.test_mesh import factorisations
+from tests.nd_mesh.test_traffic import RUNS
 
 WIDE = ModelConfig(width=384, heads=24, kv_heads=24, hidden=1536)  # any tp of 2, 3, 4, 6, 8 and 12 fits
 NVLINK, INFINIBAND = (3.4e-6, 450e9), (14e-6, 50e9)  # latency and bytes a second, of cost.py's table
@@ -129,6 +131,25 @@ def test_the_stage_that_sends_most():
     assert sent["tp"] == {"all_reduce": 2 * 4 * a + a + loss}
     assert set(sent) == {"pp", "fsdp", "tp"}
     assert placement.estimate(config(ModelConfig(), ParallelConfig(data="zero1"), dp=2, cp=2)).keys() == {"cp", "data"}
+
+
+def test_experts_of_one_ep_are_shared_over_tp():
+    sent = placement.estimate(config(replace(ModelConfig(), experts=8), ParallelConfig(sequence=True), tp=2))
+    assert set(sent) == {"tp"} and sent["tp"]["all_to_all_single"] == 4 * 4 * 1 / 2 * 2 * 16 * 128 * 192 * 4 / 2
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_no_byte_of_the_formulas_is_left_out(name):
+    """But for numbers. In a pipeline the stage that sends most by one axis may not be the one that does by another."""
+    cfg = grid.run_of(RUNS[name])
+    stages = [sent_but_numbers(cfg, rank) for rank in Grid(cfg.mesh).groups("pp")[0]]
+    estimate = sum(sum(sent.values()) for sent in placement.estimate(cfg).values())
+    assert max(stages) - 1e-6 <= estimate <= sum(stages) + 1e-6
+
+
+def sent_but_numbers(cfg: Config, rank: int) -> float:
+    numbers = sum(term.nbytes for term in formulas.numbers(Part(cfg, rank)))
+    return float(sum(term.nbytes for term in formulas.expected(cfg, rank)) - numbers)
 
 
 # -- what is said ------------------------------------------------------------------------------------------------------
@@ -282,6 +303,7 @@ def toml(tmp_path: Path) -> str:
 def test_command(toml, tmp_path, capsys):
     assert command.main(["mesh", toml, *EIGHT, "--per-node", "4"]) == 0
     assert capsys.readouterr().out == COMMAND
+    assert COMMAND in Path("nd_mesh/README.md").read_text()  # of the main job, whose sizes are the usual ones
     assert command.main(["mesh", toml, "--mesh.dp", "500", "--mesh.tp", "2"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("1000 ranks on 125 nodes of 8,") and lines[5] == "rank 999  dp 499  tp 1"

@@ -27,7 +27,16 @@ DRAWN: dict[str, tuple[Any, ...]] = {
     **{"model.balance": (0.01, 0.0), "model.bias_rate": (0.0, 0.1), "model.renormalise": (True, False)},
     **{"data.context": (12, 1, 7), "data.format": ("text", "text", "uint16"), "data.document_end": (None, None, 3)},
     **{"train.batch": (7, 1, 4), "train.microbatches": (1, 1, 2, 5), "train.prompt": ("\x01", "", "é")},
-    **{"train.save_every": (0, 2), "train.dtype": ("float64", "float32"), "train.optimizer": ("adamw", "sgd")},
+    **{
+        "train.save_every": (0, 2),
+        "train.dtype": ("float64", "float16", "bfloat16"),
+        "train.optimizer": ("adamw", "sgd"),
+    },
+    **{
+        "train.loss_scale": (65536.0, 1.0, 3.0),
+        "train.scale_steps": (1000, 2, 0),
+        "train.nonfinite": ("raise", "skip"),
+    },
     "parallel.data": ("auto", "auto", "naive", "bucketed", "overlapped", "zero1", "zero2", "zero3", "fsdp"),
     **{"parallel.cap": (25 << 20, 25 << 20, 1000, 0), "parallel.reshard": (True, True, False)},
     **{"parallel.prefetch": (1, 1, 0, 2), "parallel.sequence": (False, True), "parallel.save_gathered": (False, True)},
