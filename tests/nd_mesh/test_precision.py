@@ -65,6 +65,18 @@ def test_a_mesh_is_no_worse(errors, dtype, mesh):
     assert many.gradient <= 2 * one.gradient and many.whole <= 2 * one.whole, (many, one)
 
 
+@pytest.mark.parametrize("dtype", U)
+@pytest.mark.parametrize("mesh", [{"pp": 2, "microbatches": 4}, {"tp": 2, "sequence": True}], ids=["pp", "tp"])
+def test_tied_ends(errors, dtype, mesh):
+    """Errors are twice as large, and a mesh may leave the bound; it is no worse than twice one device. At a usual loss
+    scale the first step would be left out: the gradient of a tied table begins larger.
+    """
+    tied = {"tied": True, "loss_scale": 1024.0}
+    one, many = errors(dtype, 1, **tied), errors(dtype, 2, **tied, **mesh)
+    assert within(one), one
+    assert many.gradient <= 2 * one.gradient and many.whole <= 2 * one.whole, (many, one)
+
+
 def test_the_losses_of_a_router_are_scaled_as_the_loss_is(pool):
     """Balance and z-loss. In float16 these tokens choose as they do in float64."""
     assert within(of_float16(pool, **ROUTED))
