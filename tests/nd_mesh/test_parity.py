@@ -9,11 +9,8 @@ import torch
 from tests import grid, parity
 from tests.nd_mesh.faults import FAULTS, OF_EXPERTS, faulty
 
-# `make parity` is thorough; of the pairs of options on up to four ranks these are every fourth, all by `make drill`.
-CASES = [
-    pytest.param(case, id=case.name, marks=[pytest.mark.drill] * (i % 4 > 0))
-    for i, case in enumerate(grid.subset(4, together=2))
-]
+# Any two options, on up to four ranks; `make parity` is thorough.
+CASES = [pytest.param(case, id=case.name) for case in grid.subset(4, together=2)]
 
 
 @pytest.fixture(scope="module")
