@@ -44,7 +44,7 @@ def parser() -> Parser:
     placing.add_argument("--per-node", type=int, default=8, help="ranks of a node, default 8")
     placing.add_argument("--out", type=Path, help="a PNG to write")
     plotting = commands.add_parser("plot", help="overlay the loss curves of runs", allow_abbrev=False)
-    plotting.set_defaults(show=lambda chosen: metrics.plot(chosen.runs, chosen.out))
+    plotting.set_defaults(show=show_curves)
     plotting.add_argument("runs", type=Path, nargs="+", help="folders that runs wrote")
     plotting.add_argument("--out", type=Path, required=True, help="the PNG to write")
     return whole
@@ -73,6 +73,13 @@ def show_mesh(chosen: argparse.Namespace) -> None:
     print(*placement.report(settings, per_node, placement.estimate(settings)), sep="\n")
     if chosen.out is not None:
         picture.draw(grid, per_node, chosen.out)
+
+
+def show_curves(chosen: argparse.Namespace) -> None:
+    """Draw the loss curves, and print how far each is from the first."""
+    metrics.plot(chosen.runs, chosen.out)
+    for line in metrics.distances(chosen.runs):
+        print(line)
 
 
 def parsed(arguments: Sequence[str]) -> argparse.Namespace:

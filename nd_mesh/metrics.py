@@ -152,7 +152,7 @@ def plot(runs: Sequence[Path], to: Path) -> None:
     plt = picture.pyplot()
     rows = 1 if len(runs) == 1 else 2
     figure, axes = plt.subplots(rows, 1, figsize=(8, 4 * rows), sharex=True, squeeze=False)
-    curves = [np.array([(r["step"], r["loss"]) for r in read(run) if "loss" in r]).reshape(-1, 2) for run in runs]
+    curves = [losses(run) for run in runs]
     for i, (run, curve) in enumerate(zip(runs, curves, strict=True)):
         axes[0, 0].plot(
             curve[:, 0], curve[:, 1], label=run.name, linewidth=3 if i == 0 else 1, alpha=0.5 if i == 0 else 1
@@ -168,6 +168,22 @@ def plot(runs: Sequence[Path], to: Path) -> None:
     figure.tight_layout()
     figure.savefig(to, dpi=120)
     plt.close(figure)
+
+
+def losses(run: Path) -> np.ndarray:
+    """[steps, 2] of a run: the step and its training loss."""
+    return np.array([(record["step"], record["loss"]) for record in read(run) if "loss" in record]).reshape(-1, 2)
+
+
+def distances(runs: Sequence[Path]) -> list[str]:
+    """A line for each run but the first: how far its loss is from the first one's at most, in nats."""
+    told = []
+    for run in runs[1:]:
+        steps, apart = distance(losses(run), losses(runs[0]))
+        ends = [last for last in (20, 100) if any(steps <= last) and any(steps > last)] + [*steps[-1:]]
+        worst = ", ".join(f"{apart[steps <= last].max():.1e} up to step {last:.0f}" for last in ends)
+        told.append(f"{run.name} from {runs[0].name}: {worst or 'no step that both have'}")
+    return told
 
 
 def distance(curve: np.ndarray, other: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

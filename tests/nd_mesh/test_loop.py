@@ -56,6 +56,17 @@ def test_the_distance_of_two_curves():
         assert found.tolist() == [6, 7, 8, 9, 10] and apart == pytest.approx(np.full(5, 1e-3), rel=1e-12)
 
 
+def test_distances_in_words(tmp_path):
+    for name, steps, off in (("one", range(1, 31), 0.0), ("two", range(1, 31), 1e-4), ("late", range(40, 50), 0.0)):
+        (tmp_path / name).mkdir()
+        lines = [json.dumps({"step": step, "loss": 1.0 + off * step}) + "\n" for step in steps]
+        (tmp_path / name / "metrics.jsonl").write_text("".join(lines))
+    assert metrics.distances([tmp_path / name for name in ("one", "two", "late")]) == [
+        "two from one: 2.0e-03 up to step 20, 3.0e-03 up to step 30",
+        "late from one: no step that both have",
+    ]
+
+
 def test_curves_of_several_runs(tmp_path, capsys):
     """Of a run that was killed the line that it was writing is left out; another that is no record is named."""
     pytest.importorskip("matplotlib")
