@@ -232,7 +232,7 @@ def _pipeline_mistakes(config: Config) -> Iterator[str]:
 
 def _precision_mistakes(train: TrainConfig) -> Iterator[str]:
     if not 1 <= train.loss_scale <= LARGEST_SCALE or math.frexp(train.loss_scale)[0] != 0.5:
-        inside = min(max(1.0, train.loss_scale), LARGEST_SCALE)  # of nan 1
+        inside = min(max(1.0, train.loss_scale), LARGEST_SCALE)
         yield (
             f"train.loss_scale={train.loss_scale} must be a power of two from 1 to 2^30, for others round gradients: "
             f"use train.loss_scale={2.0 ** round(math.log2(inside))}"
